@@ -1,0 +1,1 @@
+"""Routing traces: record, import, replay, measure."""
