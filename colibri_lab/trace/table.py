@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import StorageError, TraceError
+from ..errors import TraceError
 
 PAD = 65535  # stands in `experts` where a row has fewer than k ids
 PREFILL, DECODE = 0, 1
 PHASE_CODES = {"prefill": PREFILL, "decode": DECODE}
-FORMAT_VERSION = 1
-_META_KEY = b"colibri_trace"
 
 _HEADER = {
     "model": None,  # name or path, as the producer wrote it
@@ -48,16 +44,16 @@ _HEADER = {
     "notes": [],  # what the importer saw and the reader must know
 }
 
-_ROW_COLUMNS = {"event": np.int32, "step": np.int32, "layer": np.int32, "row": np.int32, "sequence": np.int32,
+ROW_COLUMNS = {"event": np.int32, "step": np.int32, "layer": np.int32, "row": np.int32, "sequence": np.int32,
                 "phase": np.uint8, "token_id": np.int32}  # fmt: skip
-_K_COLUMNS = {
+K_COLUMNS = {
     "experts": np.uint16,
     "weights": np.float32,
     "resident": np.uint8,
     "bytes": np.int64,
     "load_us": np.float32,
 }
-_OPTIONAL = ("token_id", "weights", "resident", "bytes", "load_us")
+OPTIONAL = ("token_id", "weights", "resident", "bytes", "load_us")
 
 
 def new_header(**known) -> dict:
@@ -104,7 +100,7 @@ class Events:
         return np.repeat(np.arange(self.count, dtype=np.int32), self.widths)
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace:
     """Routing rows in the order they ran. Columns are read-only by convention; `select` and `concat` make new traces.
 
@@ -128,18 +124,23 @@ class Trace:
     _events: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def from_rows(cls, *, step, layer, experts, header: dict, row=None, sequence=None, phase=None, **optional) -> Trace:
-        """Columns from array-likes; `event` is numbered at each change of (step, layer). Validates.
+    def from_rows(
+        cls, *, step, layer, experts, header: dict, event=None, row=None, sequence=None, phase=None, **optional
+    ) -> Trace:
+        """Columns from array-likes. Validates.
 
-        A missing `phase` means decode, a missing `sequence` 0, a missing `row` the position inside the event.
+        Left out, `event` advances at each change of (step, layer), `phase` is decode, `sequence` is 0 and `row` is the
+        position inside the event.
         """
         step = _column("step", step)
         n = len(step)
         layer = _column("layer", layer)
         if len(layer) != n or n == 0:
             raise TraceError(f"trace: {n} steps and {len(layer)} layers; expected equal and at least one row")
-        event = np.zeros(n, np.int32)
-        np.cumsum((step[1:] != step[:-1]) | (layer[1:] != layer[:-1]), out=event[1:])
+        if event is None:
+            event = np.zeros(n, np.int32)
+            np.cumsum((step[1:] != step[:-1]) | (layer[1:] != layer[:-1]), out=event[1:])
+        event = _column("event", event)
         if row is None:
             starts = np.flatnonzero(np.diff(event, prepend=-1))
             row = np.arange(n) - np.repeat(starts, np.diff(starts, append=n))
@@ -173,7 +174,7 @@ class Trace:
         header = new_header(**{"moe_layers": range(layers), "num_experts": experts, **header, "counts_only": True})
         if not counts.any():
             raise TraceError("trace holds no counts: every expert was used 0 times")
-        empty = {name: np.empty(0, t) for name, t in _ROW_COLUMNS.items() if name != "token_id"}
+        empty = {name: np.empty(0, t) for name, t in ROW_COLUMNS.items() if name != "token_id"}
         trace = cls(
             **empty,
             experts=np.empty((0, header["top_k"] or 0), np.uint16),
@@ -182,6 +183,13 @@ class Trace:
         )
         trace.validate()
         return trace
+
+    def __repr__(self) -> str:
+        name = self.header["model"] or self.header["engine"] or "unnamed"
+        shape = f"{len(self.layers)} layers x {self.num_experts} experts"
+        if self.header["counts_only"]:
+            return f"<Trace {name}: {int(self.counts.sum())} counts, {shape}>"
+        return f"<Trace {name}: {len(self)} rows, {int(self.event[-1]) + 1} events, top-{self.k}, {shape}>"
 
     def __len__(self) -> int:
         return len(self.event)
@@ -258,7 +266,7 @@ class Trace:
             "id_order": None if head["counts_only"] else "ranked" if head["ranked"] else "unranked",
             "granularity": "counts" if head["counts_only"] else "union per batch" if head["union"] else "per token",
             "complete": head["complete"],
-            "has": {name: getattr(self, name) is not None for name in _OPTIONAL}
+            "has": {name: getattr(self, name) is not None for name in OPTIONAL}
             | {"expert_bytes": bool(head["expert_bytes"])},
             "lacks": self.lacks(),
             "notes": head["notes"],
@@ -298,7 +306,7 @@ class Trace:
         return part
 
     def _rows(self, keep: np.ndarray) -> Trace:
-        columns = {name: getattr(self, name) for name in (*_ROW_COLUMNS, *_K_COLUMNS)}
+        columns = {name: getattr(self, name) for name in (*ROW_COLUMNS, *K_COLUMNS)}
         columns = {name: None if values is None else values[keep] for name, values in columns.items()}
         columns["event"] = np.cumsum(np.diff(columns["event"], prepend=columns["event"][:1]) != 0, dtype=np.int32)
         return Trace(**columns, header=copy.deepcopy(self.header))
@@ -316,12 +324,12 @@ class Trace:
                     raise TraceError(f"concat: {name} differs: {first.header[name]} and {trace.header[name]}")
         k = max(trace.k for trace in traces)
         columns = {}
-        for name, dtype in {**_ROW_COLUMNS, **_K_COLUMNS}.items():
+        for name, dtype in {**ROW_COLUMNS, **K_COLUMNS}.items():
             parts = [getattr(trace, name) for trace in traces]
             if any(part is None for part in parts):
                 columns[name] = None
                 continue
-            if name in _K_COLUMNS:
+            if name in K_COLUMNS:
                 fill = PAD if name == "experts" else 0
                 parts = [np.pad(part, ((0, 0), (0, k - part.shape[1])), constant_values=fill) for part in parts]
             if name in ("event", "step", "sequence"):
@@ -369,7 +377,7 @@ class Trace:
         weights = None if self.weights is None else self.weights[used]
         resident = None if self.resident is None else self.resident[used]
         widths = logical
-        if dedupe and (total < len(self) or self._repeats_in_rows()):
+        if dedupe and total < len(self):
             event_of = np.repeat(self.event, per_row).astype(np.int64)
             _, first, inverse = np.unique(event_of * (PAD + 1) + flat, return_index=True, return_inverse=True)
             keep = np.sort(first)
@@ -396,9 +404,9 @@ class Trace:
             resident=resident,
         )
 
-    def _repeats_in_rows(self) -> bool:
+    def _repeats_in_rows(self) -> np.ndarray:
         ids = np.sort(self.experts, axis=1)
-        return bool(((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] != PAD)).any())
+        return ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] != PAD)).any(1)
 
     def validate(self) -> None:
         """Raise `TraceError` naming the column, the row, what was expected and what was found."""
@@ -420,11 +428,11 @@ class Trace:
             raise TraceError("trace holds no rows; expected at least one")
         if self.experts.ndim != 2 or self.experts.shape[1] < 1:
             raise TraceError(f"experts must have shape (rows, k), got {self.experts.shape}")
-        for name, dtype in {**_ROW_COLUMNS, **_K_COLUMNS}.items():
+        for name, dtype in {**ROW_COLUMNS, **K_COLUMNS}.items():
             values = getattr(self, name)
-            if values is None and name in _OPTIONAL:
+            if values is None and name in OPTIONAL:
                 continue
-            shape = self.experts.shape if name in _K_COLUMNS else (n,)
+            shape = self.experts.shape if name in K_COLUMNS else (n,)
             if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != shape:
                 found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
                 raise TraceError(f"column {name} must be {np.dtype(dtype)} {shape}, got {found}")
@@ -440,6 +448,7 @@ class Trace:
         self._refuse((used & (self.experts >= experts)).any(1), "experts", f"ids below num_experts {experts}")
         self._refuse(~used[:, 0], "experts", "at least one id")
         self._refuse((used[:, 1:] & ~used[:, :-1]).any(1), "experts", f"padding {PAD} only after the ids")
+        self._refuse(self._repeats_in_rows(), "experts", "distinct ids")
         if self.weights is not None:
             self._refuse(~np.isfinite(np.where(used, self.weights, 0)).all(1), "weights", "finite numbers")
 
@@ -449,73 +458,17 @@ class Trace:
             raise TraceError(f"trace row {at}: {name} must be {expected}, got {getattr(self, name)[at].tolist()}")
 
     def save(self, path) -> Path:
-        """Write parquet: one record per row (or per layer and expert for counts), JSON header in the schema metadata."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        """Write parquet, see `formats.parquet`. Raises `StorageError` naming the file when the disk refuses."""
+        from .formats.parquet import save
 
-        self.validate()
-        path = Path(path)
-        if self.header["counts_only"]:
-            layer, expert = np.nonzero(self.counts)
-            columns = {"layer": np.array(self.layers, np.int32)[layer], "expert": expert.astype(np.int32),
-                       "count": self.counts[layer, expert]}  # fmt: skip
-        else:
-            columns = {name: getattr(self, name) for name in (*_ROW_COLUMNS, *_K_COLUMNS)}
-        arrays = {}
-        for name, values in columns.items():
-            if values is None:
-                continue
-            flat = pa.array(np.ascontiguousarray(values).reshape(-1))
-            arrays[name] = flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-        meta = json.dumps({"format": FORMAT_VERSION, **self.header}, default=_plain)
-        table = pa.table(arrays).replace_schema_metadata({_META_KEY: meta.encode()})
-        part = path.with_name(path.name + ".tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(table, part, compression="zstd")
-            os.replace(part, path)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot write trace: {error}") from error
-        finally:
-            part.unlink(missing_ok=True)
-        return path
+        return save(self, path)
 
     @classmethod
     def load(cls, path) -> Trace:
-        """Read what `save` wrote. Raises `TraceError` naming the file when it is damaged or not ours."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        """Read what `save` wrote; `load_trace` reads every other format. Raises `TraceError` naming the file."""
+        from .formats.parquet import load
 
-        try:
-            table = pq.read_table(path)
-        except FileNotFoundError as error:
-            raise StorageError(f"{path}: no such file") from error
-        except (pa.ArrowException, OSError) as error:
-            raise TraceError(f"{path}: not a readable parquet file: {error}") from error
-        meta = (table.schema.metadata or {}).get(_META_KEY)
-        if meta is None:
-            raise TraceError(f"{path}: parquet without a {_META_KEY.decode()} header; it was not written by Trace.save")
-        try:
-            header = json.loads(meta)
-            found = header.pop("format", None)
-            if found != FORMAT_VERSION:
-                raise TraceError(f"trace format {FORMAT_VERSION} expected, found {found!r}")
-            header = new_header(**header)
-            columns = {name: _from_arrow(table.column(name)) for name in table.column_names}
-            if header["counts_only"]:
-                counts = np.zeros((len(header["moe_layers"]), header["num_experts"]), np.int64)
-                counts[np.searchsorted(header["moe_layers"], columns["layer"]), columns["expert"]] = columns["count"]
-                return cls.from_counts(counts, header)
-            strange = set(columns) - set(_ROW_COLUMNS) - set(_K_COLUMNS)
-            missing = set(_ROW_COLUMNS) | {"experts"}
-            missing -= set(columns) | set(_OPTIONAL)
-            if strange or missing:
-                raise TraceError(f"unexpected columns {sorted(strange)}, missing columns {sorted(missing)}")
-            trace = cls(**columns, header=header)
-            trace.validate()
-        except (TraceError, KeyError, TypeError, ValueError, IndexError) as error:
-            raise TraceError(f"{path}: {error}") from error
-        return trace
+        return load(path)
 
     def replay(self, **settings):
         """`colibri_lab.trace.replay.replay` on this trace: a DataFrame with a row per layer."""
@@ -538,26 +491,10 @@ class Trace:
 
 def _column(name: str, values) -> np.ndarray:
     """`values` in the column's dtype, refused when that would change a value."""
-    dtype = np.dtype({**_ROW_COLUMNS, **_K_COLUMNS}[name])
+    dtype = np.dtype({**ROW_COLUMNS, **K_COLUMNS}[name])
     values = np.asarray(values)
     if dtype.kind in "iu" and values.size:
         info = np.iinfo(dtype)
         if values.dtype.kind not in "iufb" or values.min() < info.min or values.max() > info.max:
             raise TraceError(f"column {name} must fit {dtype}, got {values.dtype} {values.min()} to {values.max()}")
     return np.ascontiguousarray(values, dtype)
-
-
-def _from_arrow(column) -> np.ndarray:
-    import pyarrow as pa
-
-    array = column.combine_chunks()
-    if pa.types.is_fixed_size_list(array.type):
-        return array.flatten().to_numpy(zero_copy_only=False).reshape(len(array), array.type.list_size)
-    return array.to_numpy(zero_copy_only=False)
-
-
-def _plain(value):
-    """numpy scalars and arrays inside a header, as JSON can hold them."""
-    if isinstance(value, (np.generic, np.ndarray)):
-        return value.tolist()
-    return str(value)
