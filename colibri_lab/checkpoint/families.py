@@ -1,0 +1,339 @@
+"""What differs between MoE families: the spelling of settings and the names of tensors. Adding one is a table entry.
+
+A family's `defaults` are the defaults of its Hugging Face configuration class: published files leave such fields out.
+Both spellings are read, that of transformers 5 (`rope_parameters`) and that of 4.x (`rope_theta`, `rope_scaling`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..config import ModelConfig, RopeConfig, RouterConfig
+from ..errors import ModelError
+
+ALIASES = {
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
+}
+
+_BASE = dict(
+    hidden_act="silu", tie_word_embeddings=False, head_dim=None, num_key_value_heads=None, attention_bias=False,
+    rope_theta=1e4, partial_rotary_factor=1.0, sliding_window=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+_ATTENTION = {
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    **{p: f"self_attn.{p}_proj.weight" for p in "qkvo"},
+    **{f"{p}_bias": f"self_attn.{p}_proj.bias" for p in "qkvo"},
+    **{f"{p}_norm": f"self_attn.{p}_norm.weight" for p in "qk"},
+}
+_DENSE_FFN = {p: f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+_EXPERTS = {p: f"mlp.experts.{{e}}.{p}_proj.weight" for p in ("gate", "up", "down")}
+
+
+def _shared(prefix: str) -> dict[str, str]:
+    return {f"shared_{p}": f"{prefix}.{p}_proj.weight" for p in ("gate", "up", "down")}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family. `switches(c)` gives the `ModelConfig` fields that are its own from `c`, its fields by canonical name.
+
+    `names` maps our tensor names to Hugging Face names inside `model.layers.{i}.`; `experts` does so for one expert
+    ({e} is its number).
+    """
+
+    architecture: str
+    defaults: dict
+    switches: Callable[[dict], dict]
+    names: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, str] = field(default_factory=lambda: _EXPERTS)
+
+
+def _sparse_step(c: dict) -> tuple[str, ...]:
+    """qwen: a layer is dense when listed in mlp_only_layers or off the decoder_sparse_step beat."""
+    only, step = c["mlp_only_layers"] or (), c["decoder_sparse_step"]
+    return tuple("dense" if i in only or (i + 1) % step else "moe" for i in range(c["num_hidden_layers"]))
+
+
+def _same_window(c: dict) -> tuple[int | None, ...]:
+    used = c.get("use_sliding_window", True)
+    return (c["sliding_window"] if used else None,) * c["num_hidden_layers"]
+
+
+def _typed_windows(c: dict) -> tuple[int | None, ...]:
+    """qwen2_moe: `layer_types` says which layers slide; unless given, every other one below max_window_layers."""
+    count = c["num_hidden_layers"]
+    types = c["layer_types"]
+    if types is None:
+        sliding = [c["use_sliding_window"] and i % 2 == 0 and i < c["max_window_layers"] for i in range(count)]
+    else:
+        unknown = set(types) - {"sliding_attention", "full_attention"}
+        if unknown or len(types) != count:
+            raise ModelError(f"layer_types: expected {count} of sliding_attention or full_attention, found {types}")
+        sliding = [kind == "sliding_attention" and c["use_sliding_window"] for kind in types]
+    return tuple(c["sliding_window"] if slides else None for slides in sliding)
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        dict(
+            vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_attention_heads=32,
+            num_key_value_heads=4, max_position_embeddings=32768, rms_norm_eps=1e-6, use_sliding_window=False,
+            sliding_window=4096, decoder_sparse_step=1, moe_intermediate_size=768, num_experts_per_tok=8,
+            num_experts=128, norm_topk_prob=False, mlp_only_layers=None,
+        ),
+        lambda c: dict(
+            ffn=_sparse_step(c), windows=_same_window(c), qk_norm="head", qkv_bias=c["attention_bias"],
+            output_bias=c["attention_bias"], expert_intermediate_size=c["moe_intermediate_size"],
+            router=RouterConfig("softmax", renormalise=c["norm_topk_prob"]),
+        ),
+        names={"router": "mlp.gate.weight"},
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        dict(
+            vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=16,
+            max_position_embeddings=4096, rms_norm_eps=1e-5, eos_token_id=50279, clip_qkv=None, num_experts_per_tok=8,
+            num_experts=64, norm_topk_prob=False,
+        ),
+        lambda c: dict(
+            ffn=("moe",) * c["num_hidden_layers"], windows=(None,) * c["num_hidden_layers"], qk_norm="full",
+            qkv_bias=c["attention_bias"], output_bias=c["attention_bias"], clip_qkv=c["clip_qkv"],
+            expert_intermediate_size=c["intermediate_size"],
+            router=RouterConfig("softmax", renormalise=c["norm_topk_prob"]),
+        ),
+        names={"router": "mlp.gate.weight"},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        dict(
+            vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
+            num_experts_per_tok=2, num_experts=8, rope_theta=1e6,
+        ),
+        lambda c: dict(
+            ffn=("moe",) * c["num_hidden_layers"], windows=_same_window(c),
+            expert_intermediate_size=c["intermediate_size"], router=RouterConfig("softmax", renormalise=True),
+        ),
+        names={"router": "block_sparse_moe.gate.weight"},
+        experts={p: f"block_sparse_moe.experts.{{e}}.{w}.weight" for p, w in dict(gate="w1", up="w3", down="w2").items()},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        dict(
+            vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16,
+            num_key_value_heads=16, max_position_embeddings=32768, rms_norm_eps=1e-6, use_sliding_window=False,
+            sliding_window=4096, max_window_layers=28, layer_types=None, decoder_sparse_step=1, mlp_only_layers=None,
+            moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts_per_tok=4, num_experts=60,
+            norm_topk_prob=False, qkv_bias=True,
+        ),
+        lambda c: dict(
+            ffn=_sparse_step(c), windows=_typed_windows(c), qkv_bias=c["qkv_bias"], shared="gated",
+            shared_intermediate_size=c["shared_expert_intermediate_size"],
+            expert_intermediate_size=c["moe_intermediate_size"],
+            router=RouterConfig("softmax", renormalise=c["norm_topk_prob"]),
+        ),
+        names={
+            "router": "mlp.gate.weight",
+            **_shared("mlp.shared_expert"),
+            "shared_router": "mlp.shared_expert_gate.weight",
+        },
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        dict(
+            vocab_size=151552, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46, num_attention_heads=96,
+            num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, partial_rotary_factor=0.5,
+            moe_intermediate_size=1408, num_experts_per_tok=8, num_experts=128, n_shared_experts=1, n_group=1,
+            topk_group=1, routed_scaling_factor=1.0, first_k_dense_replace=1, norm_topk_prob=True, use_qk_norm=False,
+        ),
+        lambda c: dict(
+            ffn=tuple("dense" if i < c["first_k_dense_replace"] else "moe" for i in range(c["num_hidden_layers"])),
+            windows=(None,) * c["num_hidden_layers"], qk_norm="head" if c["use_qk_norm"] else "none",
+            qkv_bias=c["attention_bias"], expert_intermediate_size=c["moe_intermediate_size"],
+            shared="plain" if c["n_shared_experts"] else "none",
+            shared_intermediate_size=c["moe_intermediate_size"] * c["n_shared_experts"],
+            router=RouterConfig(
+                "sigmoid_group", renormalise=c["norm_topk_prob"], scale=c["routed_scaling_factor"],
+                groups=c["n_group"], top_groups=c["topk_group"], correction_bias=True,
+            ),
+        ),
+        names={
+            "router": "mlp.gate.weight",
+            "correction_bias": "mlp.gate.e_score_correction_bias",
+            **_shared("mlp.shared_experts"),
+        },
+    ),
+}  # fmt: skip
+
+
+def read_config(hf_dir: str | os.PathLike, name: str = "config.json") -> ModelConfig:
+    """The settings of a Hugging Face checkpoint directory; `name` is its config file.
+
+    End-of-text ids come from generation_config.json where it gives them, else from the config. Raises `ModelError`
+    naming the file and the field for an unsupported architecture and for settings this version cannot compute.
+    """
+    path = Path(hf_dir) / name
+    raw = _read_json(path)
+    try:
+        generation_path = path.with_name("generation_config.json")
+        generation = _read_json(generation_path) if generation_path.exists() else {}
+        return _config(raw, generation)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _config(raw: dict, generation: dict) -> ModelConfig:
+    name, family = _find_family(raw)
+    c = _canonical(raw, {**_BASE, **family.defaults})
+    if c["hidden_act"] not in ("silu", "swish"):
+        raise ModelError(f"hidden_act: this version computes silu experts only, found {c['hidden_act']!r}")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"quantization_config: the weights are already quantised ({method}), which this version "
+            "cannot read; convert from the bf16 or fp16 checkpoint"
+        )
+    heads = c["num_attention_heads"]
+    head_dim = c["head_dim"] or c["hidden_size"] // heads
+    fields = dict(
+        family=name,
+        vocab_size=c["vocab_size"],
+        hidden_size=c["hidden_size"],
+        num_layers=c["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=c["num_key_value_heads"] or heads,
+        head_dim=head_dim,
+        num_experts=c["num_experts"],
+        top_k=c["num_experts_per_tok"],
+        dense_intermediate_size=c["intermediate_size"],
+        rope=_rope(raw, c, head_dim),
+        rms_norm_eps=float(c["rms_norm_eps"]),
+        tied_embeddings=c["tie_word_embeddings"],
+        max_position_embeddings=c["max_position_embeddings"],
+        bos_token_id=generation.get("bos_token_id", c["bos_token_id"]),
+        eos_token_ids=_eos(generation.get("eos_token_id"), c),
+    )
+    config = ModelConfig(**{**fields, **family.switches(c)})
+    if "dense" not in config.ffn:
+        config = ModelConfig(**{**config.__dict__, "dense_intermediate_size": 0})
+    _check(config)
+    return config
+
+
+def _find_family(raw: dict) -> tuple[str, Family]:
+    """By architecture name; by model_type where the file names no architecture."""
+    found = raw.get("architectures") or []
+    for name, family in FAMILIES.items():
+        if family.architecture in found or (not found and raw.get("model_type") == name):
+            return name, family
+    supported = ", ".join(f"{family.architecture} ({name})" for name, family in FAMILIES.items())
+    what = " ".join(found) or raw.get("model_type") or "no architecture at all"
+    raise ModelError(f"unsupported architecture {what}; supported: {supported}")
+
+
+def _canonical(raw: dict, defaults: dict) -> dict:
+    """Every field the family knows: the file's value under any of its aliases, else the class default."""
+    c = {}
+    for key, default in defaults.items():
+        spelled = next((alias for alias in ALIASES.get(key, (key,)) if alias in raw), None)
+        c[key] = default if spelled is None else raw[spelled]
+        wanted = type(default) if default is not None else None
+        good = wanted is None or isinstance(c[key], (int, float) if wanted is float else wanted)
+        if c[key] is None and key in ("head_dim", "num_key_value_heads", "sliding_window"):
+            continue
+        if c[key] is None and default is not None and key not in ("bos_token_id", "eos_token_id"):
+            c[key] = default
+        elif not good and key not in ("bos_token_id", "eos_token_id"):
+            raise ModelError(f"{spelled}: expected {wanted.__name__}, found {c[key]!r}")
+    return c
+
+
+def _rope(raw: dict, c: dict, head_dim: int) -> RopeConfig:
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if any(isinstance(value, dict) for value in given.values()):
+        raise ModelError("rope_parameters: one rotary embedding per layer type is not supported by this version")
+    if kind != "default":
+        raise ModelError(f"rope type {kind!r} is not supported by this version; supported: default")
+    fraction = given.get("partial_rotary_factor", c["partial_rotary_factor"])
+    return RopeConfig(theta=float(given.get("rope_theta", c["rope_theta"])), dims=int(head_dim * fraction))
+
+
+def _eos(generation_eos, c: dict) -> tuple[int, ...]:
+    ids = c["eos_token_id"] if generation_eos is None else generation_eos
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    outside = [i for i in ids if not 0 <= i < c["vocab_size"]]
+    if outside:
+        warnings.warn(
+            f"end-of-text ids {outside} lie outside the vocabulary of {c['vocab_size']}: left out", stacklevel=4
+        )
+    return tuple(i for i in ids if i not in outside)
+
+
+def _check(config: ModelConfig) -> None:
+    """Contradictions that would otherwise surface deep inside the engine."""
+    sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_experts", "top_k",
+             "expert_intermediate_size", "max_position_embeddings")  # fmt: skip
+    for name in sizes:
+        if getattr(config, name) < 1:
+            raise ModelError(f"{name}: expected at least 1, found {getattr(config, name)}")
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(
+            f"{config.num_heads} attention heads cannot share {config.num_kv_heads} key/value heads evenly"
+        )
+    if config.top_k > config.num_experts:
+        raise ModelError(f"top-k {config.top_k} exceeds the {config.num_experts} experts")
+    groups = config.router.groups
+    if config.num_experts % groups or not 1 <= config.router.top_groups <= groups:
+        raise ModelError(
+            f"{config.num_experts} experts in {groups} groups, best {config.router.top_groups} kept: impossible"
+        )
+    if config.rope.dims % 2 or not 0 < config.rope.dims <= config.head_dim:
+        raise ModelError(
+            f"rotary dimensions: expected an even number up to {config.head_dim}, found {config.rope.dims}"
+        )
+    if not config.moe_layers:
+        raise ModelError("no layer routes to experts; this is a dense model")
+
+
+def tensor_names(config: ModelConfig, layer: int | None = None) -> dict[str, str]:
+    """Our tensor name → Hugging Face name: of the whole model's tensors, or of one layer's (experts aside)."""
+    if layer is None:
+        return {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+    own = FAMILIES[config.family].names if config.ffn[layer] == "moe" else _DENSE_FFN
+    return {ours: f"model.layers.{layer}.{theirs}" for ours, theirs in {**_ATTENTION, **own}.items()}
+
+
+def expert_names(config: ModelConfig, layer: int, expert: int) -> dict[str, str]:
+    """ "gate", "up" and "down" of one expert → Hugging Face name."""
+    names = FAMILIES[config.family].experts
+    return {ours: f"model.layers.{layer}.{theirs.format(e=expert)}" for ours, theirs in names.items()}
+
+
+def is_mtp(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor belongs to next-token-prediction layers behind the model proper, which are not used."""
+    parts = name.split(".")
+    if parts[0] == "mtp":
+        return True
+    return name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= config.num_layers
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file; expected a Hugging Face checkpoint directory") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    return data

@@ -1,0 +1,160 @@
+"""Reading a Hugging Face checkpoint's safetensors files, a few rows at a time.
+
+The file format (https://github.com/huggingface/safetensors): u64 little-endian header length, a JSON object
+name → {dtype, shape, data_offsets}, then the data; offsets count from the end of the header.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ModelError, StorageError
+
+DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+FORMAT_OF = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_HEADER_LIMIT = 100_000_000  # as in the reference reader
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint: the file, its dtype by safetensors name, shape, and byte range in the file."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class Source:
+    """The tensors of a checkpoint directory by name. Only headers are read until `rows` is called."""
+
+    def __init__(self, hf_dir: str | os.PathLike):
+        self.dir = Path(hf_dir)
+        self.entries: dict[str, Entry] = {}
+        self.files = _find_files(self.dir)
+        for path in self.files:
+            for entry in read_header(path):
+                if entry.name in self.entries:
+                    raise ModelError(f"{path}: tensor {entry.name} is also in {self.entries[entry.name].path.name}")
+                self.entries[entry.name] = entry
+        self._check_index()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def entry(self, name: str) -> Entry:
+        """Raises `ModelError` naming the tensor when it is missing or of a type that cannot be read."""
+        if name not in self.entries:
+            raise ModelError(f"{self.dir}: tensor {name} is missing from the checkpoint")
+        entry = self.entries[name]
+        if entry.dtype not in DTYPES:
+            raise ModelError(
+                f"{entry.path}: tensor {name} has type {entry.dtype}, which this version cannot read; "
+                f"expected {', '.join(DTYPES)}"
+            )
+        return entry
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows [start, stop) as stored, (rows, cols): float32, float16, or bf16 bits in uint16."""
+        entry = self.entry(name)
+        count, cols = (1, entry.shape[0]) if len(entry.shape) == 1 else (entry.shape[0], math.prod(entry.shape[1:]))
+        stop = count if stop is None else min(stop, count)
+        dtype = DTYPES[entry.dtype]
+        try:
+            with open(entry.path, "rb", buffering=0) as file:
+                file.seek(entry.start + start * cols * dtype.itemsize)
+                out = np.empty((stop - start, cols), dtype)
+                view = memoryview(out).cast("B")
+                while view.nbytes:
+                    got = file.readinto(view)
+                    if not got:
+                        raise ModelError(f"{entry.path}: ends inside tensor {name}")
+                    view = view[got:]
+        except OSError as error:
+            raise StorageError(f"{entry.path}: cannot read tensor {name}: {error.strerror}") from None
+        return out
+
+    def _check_index(self) -> None:
+        index = self.dir / "model.safetensors.index.json"
+        if not index.exists():
+            return
+        for name, file in _weight_map(index).items():
+            if name not in self.entries or self.entries[name].path.name != file:
+                raise ModelError(f"{index}: tensor {name} is not in {file} as the index says")
+
+
+def _find_files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory; expected a Hugging Face checkpoint")
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({directory / file for file in _weight_map(index).values()})
+        for path in files:
+            if not path.exists():
+                raise ModelError(f"{path}: shard named in {index.name} is missing; download it again")
+        return files
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        other = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".gguf"))
+        found = f"found {other[0]}, which is not read here" if other else "found none"
+        raise ModelError(f"{directory}: expected .safetensors files, {found}; use the checkpoint's safetensors version")
+    return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        good = all(isinstance(k, str) and isinstance(v, str) and Path(v).name == v for k, v in names.items())
+    except OSError as error:
+        raise StorageError(f"{index}: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        good = False
+    if not good:
+        raise ModelError(f"{index}: expected an object weight_map of tensor names and file names of this directory")
+    return names
+
+
+def read_header(path: Path) -> list[Entry]:
+    """The tensor table of one safetensors file. Raises `ModelError` when it does not fit the file."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+                raise ModelError(f"{path}: not a safetensors file: header of {length} bytes in a file of {size} bytes")
+            header = file.read(length)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}") from None
+    try:
+        table = json.loads(header)
+        table.pop("__metadata__", None)
+        entries = [_entry(path, name, item, 8 + length) for name, item in table.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path}: damaged safetensors header: {error}") from None
+    for e in entries:
+        wanted = math.prod(e.shape) * _SIZES.get(e.dtype, 0)
+        if e.start < 8 + length or e.start + e.nbytes > size or e.nbytes < 0 or (wanted and e.nbytes != wanted):
+            raise ModelError(
+                f"{path}: tensor {e.name} ({e.dtype} {list(e.shape)}) claims bytes {e.start} to {e.start + e.nbytes} "
+                f"of a file of {size} bytes; the file is cut short or damaged"
+            )
+    return entries
+
+
+def _entry(path: Path, name: str, item: dict, base: int) -> Entry:
+    begin, end = (int(x) for x in item["data_offsets"])
+    shape = tuple(int(n) for n in item["shape"])
+    if min((begin, *shape), default=0) < 0:
+        raise ValueError(f"negative numbers in the entry of {name}")
+    return Entry(name, path, str(item["dtype"]), shape, base + begin, end - begin)
