@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import TraceError
+from .events import PAD, Events, flatten
 
-PAD = 65535  # stands in `experts` where a row has fewer than k ids
 PREFILL, DECODE = 0, 1
 PHASE_CODES = {"prefill": PREFILL, "decode": DECODE}
 
@@ -68,36 +68,6 @@ def new_header(**known) -> dict:
     if header["expert_bytes"] is not None:  # JSON turns the layer numbers into text
         header["expert_bytes"] = {int(layer): int(size) for layer, size in header["expert_bytes"].items()}
     return header
-
-
-@dataclass(frozen=True)
-class Events:
-    """A trace as flat arrays for C++: event e asks for `experts[offsets[e]:offsets[e + 1]]`. See `Trace.events`."""
-
-    offsets: np.ndarray  # int64 (E + 1,)
-    experts: np.ndarray  # uint16 (offsets[-1],)
-    layer: np.ndarray  # int32 (E,) model layer number
-    phase: np.ndarray  # uint8 (E,)
-    sequence: np.ndarray  # int32 (E,) of the event's first row
-    step: np.ndarray  # int32 (E,)
-    weights: np.ndarray | None  # float32 (offsets[-1],)
-    layer_index: np.ndarray  # int32 (E,) position of the layer in `Trace.layers`
-    logical: np.ndarray  # int32 (E,) assignments before dedup: tokens x k
-    resident: np.ndarray | None  # uint8 (offsets[-1],) what the recording engine found
-
-    @property
-    def count(self) -> int:
-        return len(self.layer)
-
-    @property
-    def widths(self) -> np.ndarray:
-        """int64 (E,): experts asked for by each event, |E_t|."""
-        return np.diff(self.offsets)
-
-    @property
-    def event_of(self) -> np.ndarray:
-        """int32 (offsets[-1],): the event each entry of `experts` belongs to."""
-        return np.repeat(np.arange(self.count, dtype=np.int32), self.widths)
 
 
 @dataclass(repr=False)
@@ -364,45 +334,8 @@ class Trace:
         """
         self.require("rows", what="replay")
         if dedupe not in self._events:
-            self._events[dedupe] = self._make_events(dedupe)
+            self._events[dedupe] = flatten(self, dedupe)
         return self._events[dedupe]
-
-    def _make_events(self, dedupe: bool) -> Events:
-        starts = np.flatnonzero(np.diff(self.event, prepend=-1))
-        total = len(starts)
-        used = self.experts != PAD
-        per_row = used.sum(1)
-        logical = np.add.reduceat(per_row, starts).astype(np.int32)
-        flat = self.experts[used]
-        weights = None if self.weights is None else self.weights[used]
-        resident = None if self.resident is None else self.resident[used]
-        widths = logical
-        if dedupe and total < len(self):
-            event_of = np.repeat(self.event, per_row).astype(np.int64)
-            _, first, inverse = np.unique(event_of * (PAD + 1) + flat, return_index=True, return_inverse=True)
-            keep = np.sort(first)
-            if weights is not None:
-                best = np.full(len(first), -np.inf, np.float32)
-                np.maximum.at(best, inverse, weights)
-                weights = best[np.argsort(first)]
-            resident = None if resident is None else resident[keep]
-            flat = flat[keep]
-            widths = np.bincount(event_of[keep], minlength=total)
-        offsets = np.zeros(total + 1, np.int64)
-        np.cumsum(widths, out=offsets[1:])
-        layer = self.layer[starts]
-        return Events(
-            offsets=offsets,
-            experts=np.ascontiguousarray(flat),
-            layer=layer,
-            phase=self.phase[starts],
-            sequence=self.sequence[starts],
-            step=self.step[starts],
-            weights=weights,
-            layer_index=np.searchsorted(self.layers, layer).astype(np.int32),
-            logical=logical,
-            resident=resident,
-        )
 
     def _repeats_in_rows(self) -> np.ndarray:
         ids = np.sort(self.experts, axis=1)
