@@ -71,8 +71,11 @@ class MissingTool(ColibriError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The tail of an unknown-name message: the nearest known name, then all of them."""
+    """The tail of an unknown-name message: the nearest known name, then all of them. Leading dashes do not count."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    bare = {each.lstrip("-"): each for each in known}
+    word = name.lstrip("-")
+    near = [each for each in bare if len(word) > 3 and word in each]  # "slots" for "expert-cache-slots"
+    near = near or difflib.get_close_matches(word, bare, n=1, cutoff=0.6)
+    hint = f"did you mean {bare[near[0]]!r}? " if near else ""
     return f"{hint}Known: {', '.join(known)}"
