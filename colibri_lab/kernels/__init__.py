@@ -21,14 +21,16 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from tqdm import tqdm
 
 from colibri_lab.errors import KernelError, SettingError, did_you_mean
 
-from .build import artefact, cache_root, cancel, configure, cpp_dir, names
+from .builder import artefact, configure, names, nanobind_object
 from .cpu import cpu_features, simd
+from .process import cancel
+from .store import cache_root, cpp_dir
 from .toolchain import preflight
 
 __all__ = [
@@ -37,6 +39,8 @@ __all__ = [
 ]  # fmt: skip
 
 Case = tuple[str, float, float]  # name of the case, largest error, tolerance
+
+_all_names = names  # `build` has an argument of that name
 
 _lock = threading.RLock()
 _current: dict[tuple[str, ...], types.ModuleType] = {}  # what load() returns, by kernel and environment
@@ -80,8 +84,11 @@ def _refresh(name: str, where: tuple[str, ...], progress: bool) -> types.ModuleT
         if full not in _loaded:
             # The last part of the dotted name must stay `name`, for PyInit_<name>; the first part keeps versions apart.
             spec = importlib.util.spec_from_file_location(full, path)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            try:
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            except ImportError as error:
+                raise KernelError(f"{path}: kernel {name} does not load: {error}") from error
             _share_pool(name, module)
             sys.modules.setdefault(package, types.ModuleType(package))
             sys.modules[full] = _loaded[full] = module
@@ -90,9 +97,12 @@ def _refresh(name: str, where: tuple[str, ...], progress: bool) -> types.ModuleT
 
 
 def _share_pool(name: str, module: types.ModuleType) -> None:
-    """Give a kernel that computes on threads the pool all kernels share, which lives in kernel `threads`."""
+    """Give a kernel that computes on threads the pool all kernels share, which lives in kernel `threads`.
+
+    The version of `threads` is that of the files now, like the kernel's own: both must agree on the pool's layout.
+    """
     if name != "threads" and hasattr(module, "_use_pool") and "threads" in names():
-        module._use_pool(load("threads").pool())
+        module._use_pool(reload("threads").pool())
 
 
 def build(names: Iterable[str] | None = None, progress: bool = True) -> None:
@@ -100,21 +110,20 @@ def build(names: Iterable[str] | None = None, progress: bool = True) -> None:
 
     Raises what `load` raises, for the first kernel that fails, after the others are done.
     """
-    from .build import names as all_names
-    from .build import nanobind_object
-
-    wanted = list(all_names() if names is None else names)
+    wanted = _all_names() if names is None else list(names)
     nanobind_object(progress)
     pool = ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1))
     try:
         jobs = [pool.submit(artefact, name, False) for name in wanted]
-        for name, job in zip(tqdm(wanted, "compiling kernels", unit="kernel", disable=not progress), jobs, strict=True):
+        for job in tqdm(as_completed(jobs), "compiling kernels", len(jobs), unit=" kernel", disable=not progress):
             job.exception()
         for job in jobs:
             job.result()
-    finally:
+    except KeyboardInterrupt:
         pool.shutdown(wait=False, cancel_futures=True)
         cancel()
+        raise
+    finally:
         pool.shutdown()
 
 

@@ -34,7 +34,7 @@ def is_x86() -> bool:
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """Instruction-set flags of this CPU, spelled as Linux spells them in /proc/cpuinfo (`avx2`, `avx512_vnni`, `asimd`)."""
+    """Instruction-set flags of this CPU in the spelling of Linux: `avx2`, `avx512_vnni`, `asimd`."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith(("flags", "Features")):
@@ -46,7 +46,7 @@ def cpu_features() -> frozenset[str]:
     if platform.system() == "Darwin":
         asked = ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
         words = subprocess.run(asked, capture_output=True, text=True).stdout.lower().split()
-        return frozenset(word.replace(".", "_") for word in words)
+        return frozenset(word.replace("avx512vnni", "avx512_vnni") for word in words)
     return frozenset()
 
 

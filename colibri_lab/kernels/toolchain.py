@@ -1,4 +1,4 @@
-"""The compiler: finding it, describing it, and saying how to get one when there is none."""
+"""The compiler: finding it, describing it, and the flags of every kernel."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
-from pathlib import Path
 
+from colibri_lab import preflight as machine
 from colibri_lab.errors import ColibriError, MissingTool
 
 from .cpu import cpu_features, simd_flags
@@ -31,18 +30,15 @@ BASE_FLAGS = [
 ]
 # Environment variables that setuptools adds to its compile and link lines.
 FLAG_VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "ARCHFLAGS")
+PACKAGES = ("cppimport", "nanobind", "setuptools")
 
-_HOW_TO_GET = """\
-  Debian, Ubuntu   sudo apt install g++
-  Fedora           sudo dnf install gcc-c++
-  macOS            xcode-select --install
-  conda            conda install -c conda-forge cxx-compiler
-  anywhere         pip install ziglang    (a whole C++ compiler, found and used by itself)"""
-_PYTHON_HEADERS = """\
-the C headers of this Python ({include}/Python.h) are missing. Get them with
-  Debian, Ubuntu   sudo apt install python3-dev
-  Fedora           sudo dnf install python3-devel
-  conda            use the environment's own python, which brings them"""
+
+def _missing_compiler(found: str) -> MissingTool:
+    return MissingTool(
+        f"{found}. Kernels are compiled for this machine on first use and need a C++17 compiler: "
+        f"{machine.advice(machine.COMPILER)}; or `pip install ziglang`, a C++ compiler as a Python package, which is then "
+        "used by itself"
+    )
 
 
 def find_compiler() -> list[str]:
@@ -50,33 +46,23 @@ def find_compiler() -> list[str]:
 
     Raises MissingTool, saying how to get one.
     """
-    if asked := shlex.split(os.environ.get("CXX", "")):
-        if shutil.which(asked[0]):
-            return asked
-        raise MissingTool(
-            f"CXX={os.environ['CXX']!r}: no such program. Unset CXX or point it at a C++17 compiler:\n{_HOW_TO_GET}"
-        )
-    for name in ("c++", "g++", "clang++"):
-        if found := shutil.which(name):
-            return [found]
-    if importlib.util.find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "c++"]
-    raise MissingTool(
-        f"no C++ compiler (c++, g++ or clang++) on PATH. Kernels are compiled on first use; get one with\n{_HOW_TO_GET}"
-    )
+    command = machine.compiler()
+    if not command:
+        raise _missing_compiler("no C++ compiler (c++, g++, clang++ or ziglang) was found")
+    if not shutil.which(command[0]):
+        raise _missing_compiler(f"CXX={os.environ.get('CXX')!r} names no program; correct or unset it")
+    return command
 
 
 @functools.cache
 def _version_of(command: tuple[str, ...], path: str) -> str:
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True)
     except OSError as error:
-        raise MissingTool(
-            f"{shlex.join(command)} --version: {error}. Get a C++17 compiler with\n{_HOW_TO_GET}"
-        ) from error
+        raise _missing_compiler(f"{shlex.join(command)} does not run ({error.strerror})") from error
     if done.returncode or not done.stdout.strip():
         said = (done.stderr or done.stdout).strip()[-500:]
-        raise MissingTool(f"{shlex.join(command)} --version failed: {said}. Get a C++17 compiler with\n{_HOW_TO_GET}")
+        raise _missing_compiler(f"`{shlex.join(command)} --version` failed: {said or 'no output'}")
     return done.stdout.strip()
 
 
@@ -86,15 +72,14 @@ def compiler_version(command: list[str]) -> str:
 
 
 def launcher() -> list[str]:
-    """`["ccache"]` when it is on PATH and not switched off by `COLIBRI_CCACHE=0`, else nothing."""
-    if os.environ.get("COLIBRI_CCACHE", "1") != "0" and (found := shutil.which("ccache")):
-        return [found]
-    return []
+    """Path of ccache in a list when it is on PATH and not switched off by `COLIBRI_CCACHE=0`, else an empty list."""
+    found = shutil.which("ccache") if os.environ.get("COLIBRI_CCACHE", "1") != "0" else None
+    return [found] if found else []
 
 
 def compile_flags(command: list[str]) -> list[str]:
     """Flags of every kernel. Raises SettingError when COLIBRI_SIMD asks for what the CPU lacks."""
-    # gcc would make some template statics unique in the whole process, so a new version would share an old one's data.
+    # gcc would make some template statics unique in the whole process: a new version would share an old one's data.
     unique = [] if "clang" in compiler_version(command) else ["-fno-gnu-unique"]
     return [*BASE_FLAGS, *unique, *simd_flags()]
 
@@ -113,51 +98,37 @@ def identity(command: list[str], flags: list[str]) -> str:
 
 
 def environment(command: list[str]) -> dict[str, str]:
-    """Environment of a compiler process: CC and CXX name the compiler, and ccache hits from any checkout of this CPU."""
+    """Environment of a compiler process: CC and CXX name the compiler, behind ccache where there is one."""
     line = shlex.join([*launcher(), *command])
+    # -march=native means different code on different CPUs and ccache cannot see that; a namespace per CPU tells it.
     cpu = hashlib.sha256(" ".join(sorted(cpu_features())).encode()).hexdigest()[:16]
-    # -march=native means different code on different CPUs and ccache cannot see that; the namespace tells it.
-    return {
-        **os.environ,
-        "CC": line,
-        "CXX": line,
-        "CCACHE_NAMESPACE": f"colibri-{cpu}",
-        "CCACHE_NOHASHDIR": "1",
-        "LC_ALL": "C",
-    }
+    ours = {"CC": line, "CXX": line, "CCACHE_NAMESPACE": f"colibri-{cpu}", "CCACHE_NOHASHDIR": "1", "LC_ALL": "C"}
+    return {**os.environ, **ours}
 
 
 def missing_header(log: str) -> MissingTool | None:
-    """The error to raise when a compiler log says that Python.h is not there."""
+    """The error to raise when a compiler log says that Python.h is not there, else None."""
     if "Python.h" in log and ("No such file" in log or "file not found" in log):
-        return MissingTool(_PYTHON_HEADERS.format(include=sysconfig.get_paths()["include"]))
+        return MissingTool(
+            f"Python's C headers are missing (looked for {machine.header()}): {machine.advice(machine.HEADERS)}"
+        )
     return None
 
 
 def preflight() -> list[str]:
-    """What keeps kernels from compiling here, one complete sentence or more each; empty when three lines compile."""
-    problems = [
-        f"the Python package {name} is missing: pip install {name}"
-        for name in ("cppimport", "nanobind", "filelock", "setuptools")
-        if not importlib.util.find_spec(name)
+    """What keeps kernels from compiling here, one text each with its remedy; empty when three lines compile."""
+    found = [
+        f"the Python package {name}: pip install {name}" for name in PACKAGES if not importlib.util.find_spec(name)
     ]
     try:
         command = find_compiler()
-        flags = compile_flags(command)
+        fault = machine.compile_fault([*command, *compile_flags(command)])
     except ColibriError as error:
-        return [*problems, str(error)]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "three_lines.cpp")
-        source.write_text("#include <Python.h>\n#include <thread>\nint main() { return std::thread().joinable(); }\n")
-        include = f"-I{sysconfig.get_paths()['include']}"
-        asked = [*command, *flags, include, "-c", str(source), "-o", str(source.with_suffix(".o"))]
-        done = subprocess.run(asked, capture_output=True, text=True, env=environment(command))
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        problems.append(
+        return [*found, str(error)]
+    if fault:
+        found.append(
             str(
-                missing_header(said)
-                or f"{shlex.join(command)} cannot compile three lines of C++17: {said[-800:]}\n{_HOW_TO_GET}"
+                missing_header(fault) or _missing_compiler(f"{shlex.join(command)} cannot compile three lines: {fault}")
             )
         )
-    return problems
+    return found
