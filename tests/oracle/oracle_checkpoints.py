@@ -25,7 +25,10 @@ VOCAB, HIDDEN = 256, 64
 
 @dataclass(frozen=True)
 class Family:
-    """`settings` are transformers' config arguments; `legacy` overlays the 4.x spelling of config.json."""
+    """`settings` are transformers' config arguments.
+
+    config.legacy.json is overlaid with `legacy` and leaves out the fields `absent`, whose class defaults say the same.
+    """
 
     settings: dict
     router: str = "softmax"
@@ -34,6 +37,7 @@ class Family:
     shard: str = "5GB"
     mtp_layer: bool = False
     legacy: dict | None = None
+    absent: tuple[str, ...] = ()
 
 
 def rope(theta: float, **more) -> dict:
@@ -47,6 +51,7 @@ SHARED_SETTINGS = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-3,  # far above the usual 1e-6 and 1e-5, so that an engine with its own value is found out
     "bos_token_id": None,
     "eos_token_id": EOS_ID,
     "pad_token_id": None,
@@ -60,18 +65,21 @@ FAMILIES = {
         {**FINE, **rope(1e6), "moe_intermediate_size": 48, "num_experts": 8, "head_dim": 24, "norm_topk_prob": True}
         | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [], "tie_word_embeddings": True},
         eos=[EOS_ID, PAD_ID],
+        absent=("mlp_only_layers", "use_sliding_window", "sliding_window", "max_window_layers", "attention_bias"),
     ),
     # q/k norm over all heads together, clipped q/k/v, weights not renormalised, float32 file
     "olmoe": Family(
         {**rope(1e4), "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.5}
         | {"norm_topk_prob": False},
         store=torch.float32,
+        absent=("norm_topk_prob", "rope_theta", "rope_scaling", "attention_bias"),
     ),
     # sharded file, w1/w3/w2 names, a sliding window shorter than the prompt
     "mixtral": Family(
         {**rope(1e6), "intermediate_size": 56, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 24}
         | {"sliding_window": 9},
         shard="300KB",
+        absent=("rope_theta", "hidden_act", "tie_word_embeddings"),
     ),
     # gated shared expert, q/k/v biases, a dense layer by mlp_only_layers, widths that are no multiple of 4,
     # and in the 4.x spelling a sliding_window that use_sliding_window switches off
@@ -79,6 +87,7 @@ FAMILIES = {
         {**FINE, **rope(1e6), "moe_intermediate_size": 42, "num_experts": 8, "shared_expert_intermediate_size": 70}
         | {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [1], "qkv_bias": True},
         legacy={"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1},
+        absent=("norm_topk_prob", "qkv_bias", "decoder_sparse_step"),
     ),
     # sigmoid router with correction bias and groups, half of each head rotates, dense first layer, q/k/v biases;
     # published/ also holds the multi-token-prediction layer that inference must skip
@@ -89,6 +98,7 @@ FAMILIES = {
         | {"use_qk_norm": True, "attention_bias": True},
         router="sigmoid_group",
         mtp_layer=True,
+        absent=("partial_rotary_factor", "norm_topk_prob"),
     ),
 }
 
@@ -132,7 +142,7 @@ def write_checkpoint(name: str, out: Path) -> None:
         drawn = {key: draw(name, key, shape, config.tie_word_embeddings) for key, shape in names.items()}
         save_file({k: stored(k, w, family.store) for k, w in drawn.items()}, file, metadata={"format": "pt"})
     legacy = legacy_config(read_json(out / "config.json")) | (family.legacy or {})
-    write_json(out / "config.legacy.json", legacy)
+    write_json(out / "config.legacy.json", {k: v for k, v in legacy.items() if k not in family.absent})
     write_tokenizer(out)
     if family.mtp_layer:
         write_published(name, out, out / "published", legacy)
