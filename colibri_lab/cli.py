@@ -305,10 +305,12 @@ def build_parser() -> Parser:
 
     kernels = command(commands, "kernels", None, "compile, list or check the C++ kernels")
     actions = kernels.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, function in (("build", kernels_build), ("list", kernels_list), ("check", kernels_check)):
-        p = command(actions, name, function, function.__doc__.split(";")[0].split(",")[0].rstrip(".").lower())
-        if name != "list":
-            p.add_argument("names", nargs="*", metavar="NAME", help="kernels, all by default")
+    command(actions, "list", kernels_list, "the kernels there are, and what they are compiled for")
+    for p in (
+        command(actions, "build", kernels_build, "compile kernels now, so that no first use has to wait"),
+        command(actions, "check", kernels_check, "compare kernels with their plain numpy references"),
+    ):
+        p.add_argument("names", nargs="*", metavar="NAME", help="kernels, all by default")
 
     for module in EXTENSIONS:
         __import__(f"{__package__}.{module}", fromlist=["add_commands"]).add_commands(commands)

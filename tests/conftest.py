@@ -1,0 +1,25 @@
+"""What every test shares: a display-free matplotlib, the project's root, and one worker for whatever starts Jupyter."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def project() -> Path:
+    """Root of the checkout."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Notebook and browser tests run one after another on one xdist worker: kernels that start together time out."""
+    for item in items:
+        if item.get_closest_marker("browser") or item.get_closest_marker("notebook"):
+            item.add_marker(pytest.mark.xdist_group("jupyter"))
