@@ -1,0 +1,26 @@
+// lru: the least recently used block leaves.
+//   hit(x):    move x to the front
+//   insert(x): put x at the front
+//   victim:    the block at the back
+// Members of one event are touched in ascending id order, so among them the lowest id is the older one.
+#pragma once
+#include "list.hpp"
+
+namespace colibri {
+
+class Lru {
+public:
+    explicit Lru(const PolicySetup& setup) : list_(setup.ids) {}
+    void clear() { list_.clear(); }
+    void resize(int) {}
+    void miss(const Access&) {}
+    int victim(const Pins& pins) const { return list_.oldest(pins); }
+    void evict(int id) { list_.remove(id); }
+    void insert(const Access& a) { list_.push_front(a.id); }
+    void hit(const Access& a) { list_.to_front(a.id); }
+
+private:
+    Lists list_;
+};
+
+}  // namespace colibri
