@@ -155,7 +155,7 @@ class Trace:
         return trace
 
     def __repr__(self) -> str:
-        name = self.header["model"] or self.header["engine"] or "unnamed"
+        name = Path(self.header["model"] or self.header["engine"] or "unnamed").name
         shape = f"{len(self.layers)} layers x {self.num_experts} experts"
         if self.header["counts_only"]:
             return f"<Trace {name}: {int(self.counts.sum())} counts, {shape}>"
