@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from colibri_lab.errors import KernelError, SettingError, did_you_mean
 
+from . import builder
 from .builder import artefact, configure, names, nanobind_object
 from .cpu import cpu_features, simd
 from .process import cancel
@@ -39,8 +40,6 @@ __all__ = [
 ]  # fmt: skip
 
 Case = tuple[str, float, float]  # name of the case, largest error, tolerance
-
-_all_names = names  # `build` has an argument of that name
 
 _lock = threading.RLock()
 _current: dict[tuple[str, ...], types.ModuleType] = {}  # what load() returns, by kernel and environment
@@ -110,7 +109,7 @@ def build(names: Iterable[str] | None = None, progress: bool = True) -> None:
 
     Raises what `load` raises, for the first kernel that fails, after the others are done.
     """
-    wanted = _all_names() if names is None else list(names)
+    wanted = builder.names() if names is None else list(names)
     nanobind_object(progress)
     pool = ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1))
     try:

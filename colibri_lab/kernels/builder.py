@@ -126,7 +126,7 @@ def nanobind_object(progress: bool = True) -> Path:
             code, log = run([*asked, "-o", str(made)], env=toolchain.environment(command))
             if code:
                 fault = f"nanobind's runtime does not compile with {shlex.join(command)}: {log[-800:]}"
-                raise toolchain.missing_header(log) or CompileError(fault, log)
+                raise toolchain.fault(command) or CompileError(fault, log)
             put(made, built)
     return built
 

@@ -36,8 +36,8 @@ PACKAGES = ("cppimport", "nanobind", "setuptools")
 def _missing_compiler(found: str) -> MissingTool:
     return MissingTool(
         f"{found}. Kernels are compiled for this machine on first use and need a C++17 compiler: "
-        f"{machine.advice(machine.COMPILER)}; or `pip install ziglang`, a C++ compiler as a Python package, which is then "
-        "used by itself"
+        f"{machine.advice(machine.COMPILER)}; or `pip install ziglang`, a C++ compiler as a Python package, "
+        "which is then used without being asked for"
     )
 
 
@@ -115,20 +115,21 @@ def missing_header(log: str) -> MissingTool | None:
     return None
 
 
+def fault(command: list[str]) -> MissingTool | None:
+    """Why `command` cannot compile and link three lines of C++ with the kernels' flags, else None."""
+    said = machine.compile_fault([*command, *compile_flags(command)])
+    if not said:
+        return None
+    return missing_header(said) or _missing_compiler(f"{shlex.join(command)} cannot compile three lines: {said}")
+
+
 def preflight() -> list[str]:
     """What keeps kernels from compiling here, one text each with its remedy; empty when three lines compile."""
     found = [
         f"the Python package {name}: pip install {name}" for name in PACKAGES if not importlib.util.find_spec(name)
     ]
     try:
-        command = find_compiler()
-        fault = machine.compile_fault([*command, *compile_flags(command)])
+        problem = fault(find_compiler())
     except ColibriError as error:
-        return [*found, str(error)]
-    if fault:
-        found.append(
-            str(
-                missing_header(fault) or _missing_compiler(f"{shlex.join(command)} cannot compile three lines: {fault}")
-            )
-        )
-    return found
+        problem = error
+    return [*found, str(problem)] if problem else found
