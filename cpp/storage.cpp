@@ -59,6 +59,12 @@ class BlockLoader {
         return loader_->take_faults();
     }
 
+    // Waits for everything that was submitted, whatever came of it.
+    void drain() {
+        nb::gil_scoped_release released;
+        loader_->drain();
+    }
+
     nb::dict counters() const {
         nb::dict out;
         out["loads"] = loader_->loads();
@@ -84,6 +90,7 @@ NB_MODULE(storage, m) {
              "File i holds its block at offsets[i], bytes[i] long. memory (buffers, buffer_bytes) u8 receives the blocks.")
         .def("submit", &BlockLoader::submit, nb::arg("file"), nb::arg("buffer"), "Queue one read; returns its ticket.")
         .def("wait", &BlockLoader::wait, nb::arg("tickets"), "Block until all are done; returns faults as 'path: reason'.")
+        .def("drain", &BlockLoader::drain, "Wait until no read is queued or under way; faults are dropped.")
         .def("counters", &BlockLoader::counters, "loads, bytes_read and service_ns (summed over loader threads) so far.")
         .def_prop_ro("lanes", &BlockLoader::lanes);
 }

@@ -90,6 +90,12 @@ class Loader {
         return done_.wait_for(lock, patience, [&] { return is_done(ticket); });
     }
 
+    void drain() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        done_.wait(lock, [&] { return floor_ == issued_; });
+        faults_.clear();
+    }
+
     // Faults since the last call, as "path: reason".
     std::vector<std::string> take_faults() {
         std::lock_guard<std::mutex> lock(mutex_);

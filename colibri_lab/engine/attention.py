@@ -1,0 +1,72 @@
+"""Grouped-query attention of one layer, with every family's switches: biases, q/k norms, clipping, partial rotary."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import kernels
+from ..config import ModelConfig, RopeConfig
+from .kv_cache import KvCache
+from .workspace import Workspace
+
+
+class Rotary:
+    """cos and sin of every position's angles, (positions, dims / 2) float32; grown as sequences get longer."""
+
+    def __init__(self, rope: RopeConfig):
+        self.interleaved = rope.style == "interleaved"
+        j = np.arange(0, rope.dims, 2, dtype=np.float32) / np.float32(rope.dims)
+        self._frequencies = (1.0 / np.power(np.float32(rope.theta), j)).astype(np.float32)
+        self.cos = self.sin = np.empty((0, rope.dims // 2), np.float32)
+
+    def upto(self, positions: int) -> None:
+        if positions > len(self.cos):
+            count = max(positions, 2 * len(self.cos), 256)
+            angles = np.arange(count, dtype=np.float32)[:, None] * self._frequencies
+            self.cos, self.sin = np.cos(angles), np.sin(angles)
+
+
+class Attention:
+    """out = o · attend(rotate(norm(q)), rotate(norm(k)), v) for one layer; keys and values go through the KV cache."""
+
+    def __init__(self, config: ModelConfig, layer: int, weights: dict, rotary: Rotary, work: Workspace, threads: int):
+        c = config
+        self.layer, self.heads, self.kv_heads, self.head_dim = layer, c.num_heads, c.num_kv_heads, c.head_dim
+        self.window = c.windows[layer] or 0
+        self.scale = c.head_dim**-0.5
+        self.qk_norm, self.eps, self.clip = c.qk_norm, c.rms_norm_eps, c.clip_qkv
+        self.q, self.k, self.v, self.o = (weights[name] for name in "qkvo")
+        self.q_norm, self.k_norm = weights.get("q_norm"), weights.get("k_norm")
+        self.rotary, self.work, self.threads = rotary, work, threads
+        kernel = kernels.load("attention")
+        self._attend, self._rotate = kernel.attend, kernel.rotate
+        self._rms_norm = kernels.load("norm").rms_norm
+
+    def __call__(self, x: np.ndarray, kv: KvCache) -> np.ndarray:
+        """x (tokens, hidden) at positions kv.length … → (tokens, hidden)."""
+        tokens, past = len(x), kv.length
+        q = self.q(x, self.work.take("q", (tokens, self.heads * self.head_dim)))
+        k = self.k(x, self.work.take("k", (tokens, self.kv_heads * self.head_dim)))
+        v = self.v(x, self.work.take("v", (tokens, self.kv_heads * self.head_dim)))
+        if self.qk_norm != "none":
+            self._normalise(q, self.q_norm)
+            self._normalise(k, self.k_norm)
+        if self.clip is not None:
+            for part in (q, k, v):
+                np.clip(part, -self.clip, self.clip, out=part)
+        q = q.reshape(tokens, self.heads, self.head_dim)
+        k = k.reshape(tokens, self.kv_heads, self.head_dim)
+        cos, sin = self.rotary.cos[past : past + tokens], self.rotary.sin[past : past + tokens]
+        self._rotate(q, cos, sin, self.rotary.interleaved)
+        self._rotate(k, cos, sin, self.rotary.interleaved)
+        kv.write(self.layer, k, v.reshape(k.shape))
+        out = self.work.take("attended", q.shape)
+        self._attend(
+            q, kv.k[self.layer], kv.v[self.layer], kv.table, past, self.window, self.scale, out, self.threads
+        )
+        return self.o(out.reshape(tokens, -1), self.work.take("attention_out", x.shape))
+
+    def _normalise(self, x: np.ndarray, weight: np.ndarray) -> None:
+        """RMS norm in place, per head or over all heads together, as wide as the weight is."""
+        rows = x.reshape(-1, len(weight))
+        self._rms_norm(rows, weight, self.eps, rows, self.threads)

@@ -1,0 +1,110 @@
+"""Feed-forward layers: routed experts out of the cache, and the always-resident kind (dense layers, shared experts)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import kernels
+from ..checkpoint.container import Tensor
+from .linear import FORMAT_CODES, Linear, descriptor
+from .workspace import Workspace
+
+
+class DenseFeedForward:
+    """down(silu(gate x) * up x) with weights that stay where they are mapped: one expert that every token visits."""
+
+    def __init__(self, payload: np.ndarray, gate: Tensor, up: Tensor, down: Tensor, work: Workspace, options: dict):
+        self.memory = payload.reshape(1, -1)
+        self.descriptors = np.array([[descriptor(t) for t in (gate, up, down)]], np.int64)
+        self.factors = np.array([[t.factor for t in (gate, up, down)]], np.float32)
+        self.width = gate.shape[0]
+        self.nbytes = gate.nbytes + up.nbytes + down.nbytes
+        self.work, self.options = work, options
+        self._zero = np.zeros(1, np.int32)
+        self._experts = kernels.load("ffn").experts
+
+    def __call__(self, x: np.ndarray, name: str) -> np.ndarray:
+        """x (tokens, hidden) → (tokens, hidden), in scratch called `name`."""
+        tokens = len(x)
+        offsets = self.work.take("dense_offsets", (2,), np.int32)
+        offsets[:] = 0, tokens
+        token_of = self.work.take("dense_token_of", (tokens,), np.int32)
+        token_of[:] = np.arange(tokens)
+        out = self.work.take(name, x.shape)
+        hidden = self.work.take("ffn_hidden", (tokens, self.width))
+        self._experts(
+            x, self.memory, self._zero, self._zero, self.descriptors, self.factors, offsets, token_of, hidden, out,
+            **self.options,
+        )  # fmt: skip
+        return out
+
+
+class SharedExpert:
+    """An expert that every token visits besides the routed ones; gated families scale it by sigmoid of a learned score."""
+
+    def __init__(self, ffn: DenseFeedForward, score: Linear | None):
+        self.ffn, self.score = ffn, score
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        y = self.ffn(x, "shared_out")
+        if self.score is not None:
+            y *= 1.0 / (1.0 + np.exp(-self.score(x)))
+        return y
+
+
+class RoutedExperts:
+    """The experts of one MoE layer, computed from cache buffers in whatever order they become resident.
+
+    `bucket` groups the step's tokens by expert, `run` computes a stretch of the active experts, `combine` adds each
+    token's experts in router order: the order of `run` calls cannot change the result.
+    """
+
+    def __init__(self, tables: list[tuple[dict, ...]], num_experts: int, work: Workspace, options: dict):
+        self.descriptors, self.factors = _expert_tables(tables, num_experts)
+        self.width = int(self.descriptors[0, 0, 0])
+        self.work, self.options = work, options
+        self._place = np.full(num_experts, -1, np.int32)  # expert → its place among the step's active experts
+        kernel = kernels.load("ffn")
+        self._experts, self._combine, self._fill = kernel.experts, kernel.combine, kernel.fill_buckets
+
+    def bucket(self, x: np.ndarray, ids: np.ndarray, active: np.ndarray) -> None:
+        """Start a step. x (tokens, hidden); ids (tokens, k) uint16; active: its distinct experts in computing order."""
+        take, tokens, k = self.work.take, len(x), ids.shape[1]
+        self._place[active] = np.arange(len(active), dtype=np.int32)
+        local = np.take(self._place, ids, out=take("local", ids.shape, np.int32))
+        self.x, self.active = x, active.astype(np.int32)
+        self.offsets = take("offsets", (len(active) + 1,), np.int32)
+        self.token_of = take("token_of", (tokens * k,), np.int32)
+        self.row_of = take("row_of", ids.shape, np.int32)
+        self._fill(local, self.offsets, self.token_of, self.row_of, take("cursor", (len(active),), np.int32), len(active))
+        self.rows = take("expert_rows", (tokens * k, x.shape[1]))
+
+    def run(self, memory: np.ndarray, buffers: np.ndarray, first: int, last: int) -> None:
+        """Compute active experts first … last - 1, found in rows `buffers` (int32) of `memory` (buffers, bytes)."""
+        if first == last:
+            return
+        r0, r1 = int(self.offsets[first]), int(self.offsets[last])
+        hidden = self.work.take("ffn_hidden", (r1 - r0, self.width))
+        self._experts(
+            self.x, memory, buffers, self.active[first:last], self.descriptors, self.factors,
+            self.offsets[first : last + 1] - r0, self.token_of[r0:r1], hidden, self.rows[r0:r1], **self.options,
+        )  # fmt: skip
+
+    def combine(self, weights: np.ndarray) -> np.ndarray:
+        """weights (tokens, k) → the layer's output (tokens, hidden)."""
+        y = self.work.take("experts_out", self.x.shape)
+        self._combine(self.rows, self.row_of, weights, y, self.options["threads"])
+        return y
+
+
+def _expert_tables(tables: list[tuple[dict, ...]], num_experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tensor tables of a layer's blocks → descriptors (experts, 3, 6) int64 and factors (experts, 3) float32."""
+    descriptors = np.zeros((num_experts, 3, 6), np.int64)
+    factors = np.ones((num_experts, 3), np.float32)
+    for entry in (entry for table in tables for entry in table):
+        expert, part = entry["name"].split(".")
+        at = int(expert), ("gate", "up", "down").index(part)
+        scale, zero = entry["scale"] or [0], entry["zero"] or [0]
+        descriptors[at] = (*entry["shape"], FORMAT_CODES[entry["format"]], entry["offset"], scale[0], zero[0])
+        factors[at] = entry["factor"]
+    return descriptors, factors

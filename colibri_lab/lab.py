@@ -1,0 +1,224 @@
+"""The workbench's handle on one model: open it, generate, look inside, change the cache, go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from . import machine
+from .checkpoint.container import Container
+from .config import resolve
+from .engine.engine import Engine
+from .engine.generate import Run, fit_prompt, stream
+from .engine.tokenizer import Tokenizer
+from .errors import ColibriError, SettingError, TokenizerError
+from .kernels import load, simd
+from .telemetry import Step
+
+
+class Lab:
+    """A model that is open. Made by `colibri_lab.open`; keyword arguments are the settings of scope "open".
+
+    One generation at a time; `stop` may be called from any thread. Raises `SettingError` for a setting that is unknown
+    or out of range, `ContainerError` or `TokenizerError` for a model that cannot be used.
+    """
+
+    def __init__(self, path: str | os.PathLike, **settings):
+        self.path = Path(path)
+        given = resolve(settings, "open")
+        self.container = Container.open(self.path, allow_fp32=given["allow_fp32"])
+        self.config = self.container.config
+        self.tokenizer = _checked_tokenizer(self.container)
+        self.settings = _effective(given, self.container)
+        self.engine = Engine(self.container, self.settings)
+        self.last_run: Run | None = None
+        self._stop = threading.Event()
+        self._busy = threading.Lock()
+
+    def generate(self, prompt: str, **settings) -> Run:
+        """Run to the end. Settings of scope "generate": max_tokens, temperature, top_p, seed, stop_at_eos.
+
+        On Ctrl-C the run so far is `lab.last_run`.
+        """
+        for _ in self.stream(prompt, **settings):
+            pass
+        return self.last_run
+
+    def stream(self, prompt: str, **settings) -> Iterator[Step]:
+        """The same step by step: prefill chunks, then one `Step` per token. `lab.last_run` fills up meanwhile."""
+        if not isinstance(prompt, str):
+            raise SettingError(f"prompt must be text, got {type(prompt).__name__}")
+        run = Run(prompt, {**self.settings, **resolve(settings, "generate")})
+        return self._locked(run)
+
+    def stop(self) -> None:
+        """End the running generation after its current step; from any thread."""
+        self._stop.set()
+
+    def logits(self, token_ids) -> np.ndarray:
+        """Teacher-forced: token_ids (tokens,) → float32 (tokens, vocab); row i predicts token i + 1."""
+        with self._exclusive():
+            return self._through(token_ids)
+
+    def routes(self, token_ids) -> pd.DataFrame:
+        """Where each token goes: layer, token (position), rank, expert, weight; one row per choice, in router order."""
+        with self._exclusive(), self._routing() as chunks:
+            self._through(token_ids)
+        frames, seen = [], {}
+        for layer, ids, weights in chunks:
+            first = seen.get(layer, 0)
+            seen[layer] = first + len(ids)
+            token, rank = np.divmod(np.arange(ids.size), ids.shape[1])
+            frames.append(
+                pd.DataFrame(
+                    {"layer": layer, "token": first + token, "rank": rank, "expert": ids.ravel(), "weight": weights.ravel()}
+                )
+            )
+        table = pd.concat(frames, ignore_index=True).sort_values(["layer", "token", "rank"], ignore_index=True)
+        return table.astype({"expert": int})
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by part: what is mapped or allocated now. Slots count whole, filled or not."""
+        engine, cache = self.engine, self.engine.cache
+        parts = {
+            "dense_bytes": sum(f.stat().st_size for f in (self.path / "dense").iterdir()),
+            "router_bytes": sum(layer.router.linear.nbytes for layer in engine.layers if layer.router),
+            "slots_bytes": cache.first_transient * cache.slot_bytes,
+            "transient_bytes": cache.transient_buffers * cache.slot_bytes,
+            "kv_cache_bytes": engine.kv.nbytes,
+            "scratch_bytes": engine.work.nbytes,
+        }
+        return {**parts, "total_bytes": sum(parts.values())}
+
+    def residency(self) -> np.ndarray:
+        """uint8 (moe_layers, experts): 0 absent, 1 resident, 2 resident and used by the layer's last step."""
+        return self.engine.cache.residency()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot: the largest expert block, in whole pages."""
+        return self.engine.cache.slot_bytes
+
+    def reset_cache(self) -> None:
+        """Cold cache: no block is resident, the policy remembers nothing."""
+        with self._exclusive():
+            self.engine.cache.reset()
+
+    def configure(self, **settings) -> None:
+        """Change settings of scope "open" while the model stays open; the expert cache starts cold."""
+        with self._exclusive():
+            given = resolve({**self.settings, **settings}, "open")
+            given["allow_fp32"] = self.settings["allow_fp32"]
+            if settings.get("scope", self.settings["scope"]) != self.settings["scope"] and "expert_cache_slots" not in settings:
+                given["expert_cache_slots"] = None
+            effective = _effective(given, self.container)
+            self.engine = Engine(self.container, effective)
+            self.settings = effective
+
+    def warmup(self, runs: int = 1) -> None:
+        """Fill the cache with dummy generations (one token of prompt, a few of answer); the counters of later runs do not see them."""
+        token = self.tokenizer.decode([min(1, self.config.vocab_size - 1)]) or "a"
+        for _ in range(runs):
+            self.generate(token, max_tokens=min(8, self.settings["max_seq_len"] - 1), temperature=0.0, stop_at_eos=False)
+
+    def summary(self) -> str:
+        """One line: model, slots and their bytes, policy, threads, SIMD path, storage, total memory."""
+        s, m = self.settings, self.memory()
+        each = "in all" if s["scope"] == "global" else "per layer"
+        return (
+            f"{self.path.name} ({self.config.family}): {s['expert_cache_slots']} slots {each} of {self.slot_bytes / 1e6:.3g} MB, "
+            f"{s['policy']}, {s['threads']} threads ({load('gemm').simd}), {s['storage']}, "
+            f"scratch {m['scratch_bytes'] / 1e6:.3g} MB, memory {m['total_bytes'] / 1e6:.4g} MB"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Lab {self.summary()}>"
+
+    def _locked(self, run: Run) -> Iterator[Step]:
+        with self._exclusive():
+            self._stop.clear()
+            self.last_run = run
+            yield from stream(self.engine, self.tokenizer, run, self._stop.is_set)
+
+    @contextlib.contextmanager
+    def _exclusive(self):
+        if not self._busy.acquire(blocking=False):
+            raise ColibriError(
+                f"{self.path.name} is generating: finish or close that stream first, or call lab.stop() from another thread"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @contextlib.contextmanager
+    def _routing(self):
+        chunks = []
+
+        def watch(layer, ids, weights, lease):
+            chunks.append((layer, ids.copy(), weights.copy()))
+
+        self.engine.observers.append(watch)
+        try:
+            yield chunks
+        finally:
+            self.engine.observers.remove(watch)
+
+    def _through(self, token_ids) -> np.ndarray:
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+            raise SettingError(f"token_ids must be a non-empty list of whole numbers, got shape {ids.shape} of {ids.dtype}")
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            raise SettingError(f"token_ids must be 0 to {self.config.vocab_size - 1}, found {ids.min()} to {ids.max()}")
+        if len(ids) > self.settings["max_seq_len"]:
+            raise SettingError(f"{len(ids)} tokens exceed max_seq_len {self.settings['max_seq_len']}; open the model with more")
+        chunk, kv = self.settings["prefill_chunk"], self.engine.kv
+        try:
+            parts = [
+                self.engine.forward(ids[i : i + chunk].astype(np.int64), "prefill", every=True)
+                for i in range(0, len(ids), chunk)
+            ]
+        finally:
+            kv.release()
+        return np.concatenate(parts)
+
+
+def _checked_tokenizer(container: Container) -> Tokenizer:
+    """The container's tokenizer, refused unless it is the one the model was converted with."""
+    from .engine.tokenizer import fingerprint
+
+    found, wanted = fingerprint(container.dir), container.info["tokenizer"]
+    if found != wanted:
+        raise TokenizerError(
+            f"{container.dir / 'tokenizer.json'}: not the tokenizer this model was converted with: expected "
+            f"{wanted['vocab_size']} entries, sha256 {wanted['sha256'][:12]}…, found {found['vocab_size']}, "
+            f"{found['sha256'][:12]}…; copy the right file back or convert again"
+        )
+    return Tokenizer(container.dir)
+
+
+def _effective(settings: dict, container: Container) -> dict:
+    """Settings with every "auto" replaced by the value in force. Raises `SettingError` for a context beyond training."""
+    config, s = container.config, dict(settings)
+    trained = container.info.get("max_seq_len") or config.max_position_embeddings
+    if s["max_seq_len"] is None:
+        s["max_seq_len"] = min(4096, trained)
+    if s["max_seq_len"] > config.max_position_embeddings:
+        raise SettingError(
+            f"max_seq_len must be at most {config.max_position_embeddings}, the positions {config.family} was trained for, "
+            f"got {s['max_seq_len']}"
+        )
+    layers = len(config.moe_layers) if s["scope"] == "global" else 1
+    if s["expert_cache_slots"] is None:
+        s["expert_cache_slots"] = 4 * config.top_k * layers
+    s["expert_cache_slots"] = min(s["expert_cache_slots"], container.blocks * layers)
+    if s["threads"] is None:
+        s["threads"] = machine.cores()[0]
+    s["simd"] = simd()
+    return s
