@@ -1,339 +1,47 @@
-"""Container files: `.bin` version 0 and 1, and the directory that holds them.
+"""A container: the directory of `.bin` files and config.json that a model is opened from.
 
-Version 0: 4 bytes ASCII "COLI", u32 payload bytes, then the payload, a plain stream of fp16. Version 1 keeps these
-eight bytes and goes on: u32 version = 1, u32 bytes of the JSON table, u32 payload offset (a multiple of 4096), u32 crc32
-of the payload, the table, zeros, and at the offset the payload, every tensor on a multiple of 64 bytes. All integers are
-little-endian. The length of the file tells the versions apart.
+In place of a `.bin` file, its tensors may lie as .npy (names: `layout.npy_path`), or the `.bin` may be of version 0.
+Expert blocks cannot be read into slots that way: `colibri convert` with the container as input packs them.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import mmap
 import os
-import struct
-import warnings
-import zlib
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from ..config import ModelConfig
-from ..errors import ContainerError, StorageError
+from ..errors import ContainerError, ModelError, StorageError
 from . import formats, layout
+from .binfile import ALIGN, BinFile, BinHeader, Tensor, plan_table, read_bin, read_header, tensor_view
+from .families import check_config
 
-MAGIC, SWAPPED = b"COLI", b"ILOC"
-PAGE, ALIGN = 4096, 64
-PAYLOAD_LIMIT = 2**32 - 1
+__all__ = ["Container", "BinFile", "BinHeader", "Tensor", "read_bin", "read_container_config", "tensor_view"]
+
 FORMAT_VERSION = 1
-_HEAD = struct.Struct("<4sIIIII")
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One stored tensor. `data` is its bytes (uint8, one-dimensional, read-only); `offset` counts from the payload.
-
-    `scale` float32 and `zero` int8 have a number per stored row (padded with zeros to 16 in layout "rows16").
-    """
-
-    name: str
-    format: str
-    shape: tuple[int, ...]
-    layout: str
-    data: np.ndarray
-    scale: np.ndarray | None = None
-    zero: np.ndarray | None = None
-    factor: float = 1.0
-    offset: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements with their scales and zero points."""
-        return sum(part.nbytes for part in (self.data, self.scale, self.zero) if part is not None)
-
-    @property
-    def elements(self) -> np.ndarray:
-        """The data in its own type and stored order, one-dimensional."""
-        return self.data.view(formats.FORMATS[self.format].dtype)
-
-    def array(self) -> np.ndarray:
-        """Plain row-major float32 of `shape`."""
-        rows, cols = self.shape if len(self.shape) == 2 else (1, self.shape[0])
-        if self.layout == "rows16":
-            data = formats.unpack_rows16(self.elements, rows, cols, formats.FORMATS[self.format].k_group)
-        else:
-            data = self.elements.reshape(rows, cols)
-        return self._decode(data, slice(0, rows)).reshape(self.shape)
-
-    def gather(self, ids: np.ndarray) -> np.ndarray:
-        """Rows by number, as an embedding look-up: ids (n,) → float32 (n, cols)."""
-        ids = np.asarray(ids)
-        rows, cols = self.shape
-        if ids.size and not (0 <= ids.min() and ids.max() < rows):
-            raise IndexError(f"{self.name}: row numbers must be within [0, {rows}), found {ids.min()} to {ids.max()}")
-        if self.layout == "rows":
-            return self._decode(self.elements.reshape(rows, cols)[ids], ids)
-        full_rows, full_cols = formats.padded(rows, cols)
-        group, block = formats.FORMATS[self.format].k_group, formats.ROW_BLOCK
-        stored = self.elements.reshape(full_rows // block, full_cols // group, block, group)
-        return self._decode(stored[ids // block, :, ids % block].reshape(len(ids), full_cols)[:, :cols], ids)
-
-    def _decode(self, data: np.ndarray, rows) -> np.ndarray:
-        scale = None if self.scale is None else self.scale[rows]
-        zero = None if self.zero is None else self.zero[rows]
-        return formats.decode(formats.Encoded(data, scale, zero), self.format, self.factor)
-
-
-@dataclass(frozen=True)
-class BinHeader:
-    """What is known of a `.bin` file before its payload is touched; `table` is None for version 0."""
-
-    path: Path
-    version: int
-    payload_offset: int
-    payload_bytes: int
-    crc32: int | None
-    table: tuple[dict, ...] | None
-
-
-@dataclass(frozen=True)
-class BinFile:
-    """A mapped file and the tensors in it; arrays are views of the read-only mapping."""
-
-    header: BinHeader
-    payload: np.ndarray
-    tensors: dict[str, Tensor]
-
-    def check_crc(self) -> None:
-        """Reads the whole payload. Raises `ContainerError` when it is not what was written."""
-        found = zlib.crc32(self.payload)
-        if self.header.crc32 is not None and found != self.header.crc32:
-            raise ContainerError(
-                f"{self.header.path}: checksum of the payload: expected {self.header.crc32:08x}, found {found:08x}; "
-                "the file is damaged, convert again"
-            )
-
-
-def plan_table(specs: dict[str, layout.Spec], number_formats: dict[str, str]) -> tuple[list[dict], int]:
-    """Where each tensor goes: table entries in order, and the payload's bytes. `number_formats`: part → format."""
-    table, end = [], 0
-
-    def take(nbytes: int) -> int:
-        nonlocal end
-        start = -(-end // ALIGN) * ALIGN
-        end = start + nbytes
-        return start
-
-    for name, spec in specs.items():
-        format = number_formats[spec.part]
-        rows, _ = formats.stored_shape(spec.shape, spec.layout)
-        nbytes = formats.stored_bytes(spec.shape, format, spec.layout)
-        entry = dict(
-            name=name, format=format, shape=list(spec.shape), layout=spec.layout, offset=take(nbytes), bytes=nbytes
-        )
-        scaled = formats.FORMATS[format].scaled
-        entry["scale"] = [take(4 * rows), 4 * rows] if scaled else None
-        entry["zero"] = [take(rows), rows] if scaled else None
-        entry["factor"] = 1.0
-        table.append(entry)
-    return table, -(-end // ALIGN) * ALIGN
-
-
-def header_page(table: list[dict], payload_bytes: int, crc32: int = 0) -> bytes:
-    """The bytes of a version-1 file before its payload."""
-    if payload_bytes > PAYLOAD_LIMIT:
-        names = ", ".join(entry["name"] for entry in table[:3])
-        raise ContainerError(
-            f"the file of {names} would hold {payload_bytes} bytes; a .bin file holds at most {PAYLOAD_LIMIT}: "
-            "use a smaller expert block size or number format"
-        )
-    text = json.dumps(table, separators=(",", ":")).encode()
-    offset = -(-(_HEAD.size + len(text)) // PAGE) * PAGE
-    head = _HEAD.pack(MAGIC, payload_bytes, 1, len(text), offset, crc32) + text
-    return head + bytes(offset - len(head))
-
-
-def read_header(path: str | os.PathLike) -> BinHeader:
-    """The header of a `.bin` file, checked against the file's size. Raises `ContainerError`, `StorageError`."""
-    path = Path(path)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            head = file.read(PAGE)
-            if len(head) < 8:
-                raise ContainerError(f"{path}: expected at least 8 bytes, found {size}")
-            if head[:4] == SWAPPED:
-                warnings.warn(
-                    f"{path}: the magic is byte-swapped ({SWAPPED.decode()}); read all the same", stacklevel=2
-                )
-            elif head[:4] != MAGIC:
-                raise ContainerError(f"{path}: expected the magic {MAGIC!r}, found {head[:4]!r}; not a container file")
-            payload = int.from_bytes(head[4:8], "little")
-            if size == 8 + payload:
-                return BinHeader(path, 0, 8, payload, None, None)
-            if len(head) < _HEAD.size or size < PAGE + payload:
-                raise ContainerError(
-                    f"{path}: payload of {payload} bytes: expected a file of {8 + payload} bytes (version 0) or at least "
-                    f"{PAGE + payload} (version 1), found {size}; the file is cut short or damaged"
-                )
-            _, _, version, length, offset, crc = _HEAD.unpack(head[: _HEAD.size])
-            if version != 1:
-                raise ContainerError(f"{path}: expected version 0 or 1, found {version}")
-            if offset % PAGE or not _HEAD.size + length <= offset or size != offset + payload:
-                raise ContainerError(
-                    f"{path}: header of {_HEAD.size + length} bytes, payload of {payload} bytes at {offset}: impossible in "
-                    f"a file of {size} bytes"
-                )
-            head += file.read(max(0, _HEAD.size + length - len(head)))
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from None
-    table = _check_table(path, head[_HEAD.size : _HEAD.size + length], payload)
-    return BinHeader(path, 1, offset, payload, crc, table)
-
-
-def _check_table(path: Path, text: bytes, payload: int) -> tuple[dict, ...]:
-    """The tensor table, every byte range inside the payload and of the size its shape and format call for."""
-    try:
-        table = json.loads(text)
-        seen = set()
-        for entry in table:
-            name, shape = entry["name"], entry["shape"]
-            where = f"{path}: tensor {name!r}"
-            if not isinstance(name, str) or name in seen:
-                raise ContainerError(f"{where} is named twice or not by a string")
-            seen.add(name)
-            good_shape = len(shape) in (1, 2) and all(type(n) is int and 0 < n < 2**31 for n in shape)
-            if (
-                not good_shape
-                or entry["layout"] not in ("rows", "rows16")
-                or (entry["layout"] == "rows16" and len(shape) != 2)
-            ):
-                raise ContainerError(f"{where}: impossible shape {shape} in layout {entry['layout']!r}")
-            kind = formats.find_format(entry["format"], where)
-            rows, _ = formats.stored_shape(shape, entry["layout"])
-            ranges = [(entry["offset"], entry["bytes"], formats.stored_bytes(shape, kind.name, entry["layout"]))]
-            if kind.scaled:
-                ranges += [(*entry["scale"], 4 * rows), (*entry["zero"], rows)]
-            for start, nbytes, wanted in ranges:
-                if type(start) is not int or nbytes != wanted or start % ALIGN or not 0 <= start <= payload - nbytes:
-                    raise ContainerError(
-                        f"{where}: {wanted} bytes are wanted on a multiple of {ALIGN} inside a payload of {payload}, found "
-                        f"{nbytes} bytes at {start}"
-                    )
-            if not (isinstance(entry["factor"], float) and math.isfinite(entry["factor"])):
-                raise ContainerError(f"{where}: expected a finite factor, found {entry['factor']!r}")
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ContainerError):
-            raise
-        raise ContainerError(f"{path}: damaged tensor table: {error!r}") from None
-    return tuple(table)
-
-
-def read_bin(path: str | os.PathLike, specs: dict[str, layout.Spec] | None = None) -> BinFile:
-    """Map a file read-only. A version-0 file has no table: `specs` says which tensors its fp16 stream holds, in order,
-    row-major; without them it is one tensor "payload". Raises `ContainerError`, `StorageError`.
-    """
-    header = read_header(path)
-    try:
-        with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from None
-    payload = np.frombuffer(mapped, np.uint8)[header.payload_offset :][: header.payload_bytes]
-    table = header.table if header.version else _version0_table(header, specs)
-    return BinFile(header, payload, {entry["name"]: tensor_view(payload, entry) for entry in table})
-
-
-def _version0_table(header: BinHeader, specs: dict[str, layout.Spec] | None) -> list[dict]:
-    shapes = {name: spec.shape for name, spec in specs.items()} if specs else {"payload": (header.payload_bytes // 2,)}
-    wanted = sum(2 * math.prod(shape) for shape in shapes.values())
-    if wanted != header.payload_bytes:
-        raise ContainerError(
-            f"{header.path}: expected {wanted} bytes of fp16 for {shapes}, found {header.payload_bytes}"
-        )
-    table, offset = [], 0
-    for name, shape in shapes.items():
-        nbytes = 2 * math.prod(shape)
-        table.append(
-            dict(name=name, format="fp16", shape=list(shape), layout="rows", offset=offset, bytes=nbytes, factor=1.0)
-        )
-        offset += nbytes
-    return table
-
-
-def tensor_view(payload: np.ndarray, entry: dict) -> Tensor:
-    """The tensor of a checked table entry in a payload (uint8): views, no copies."""
-
-    def part(start: int, nbytes: int) -> np.ndarray:
-        return payload[start : start + nbytes]
-
-    scale, zero = entry.get("scale"), entry.get("zero")
-    return Tensor(
-        name=entry["name"],
-        format=entry["format"],
-        shape=tuple(entry["shape"]),
-        layout=entry["layout"],
-        data=part(entry["offset"], entry["bytes"]),
-        scale=part(*scale).view("<f4") if scale else None,
-        zero=part(*zero).view(np.int8) if zero else None,
-        factor=entry["factor"],
-        offset=entry["offset"],
-    )
-
-
-def write_v0(path: str | os.PathLike, values: np.ndarray) -> None:
-    """Write values as a version-0 file: fp16, row-major."""
-    data = np.ascontiguousarray(values, "<f2").tobytes()
-    with AtomicFile(path) as file:
-        file.write(MAGIC + struct.pack("<I", len(data)) + data)
-
-
-def read_v0(path: str | os.PathLike) -> np.ndarray:
-    """The values of a version-0 file: float16, one-dimensional, read-only."""
-    file = read_bin(path)
-    if file.header.version:
-        raise ContainerError(f"{path}: expected version 0, found version {file.header.version}")
-    return file.payload.view("<f2")
-
-
-class AtomicFile:
-    """A file written beside its final name and renamed when complete; an exception leaves nothing behind."""
-
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
-        self.temporary = self.path.with_name(self.path.name + ".tmp")
-
-    def __enter__(self):
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.temporary, "w+b")
-        return self.file
-
-    def __exit__(self, kind, error, trace):
-        try:
-            if kind is None:
-                self.file.flush()
-                os.fsync(self.file.fileno())
-        except BaseException:
-            self.file.close()
-            self.temporary.unlink(missing_ok=True)
-            raise
-        self.file.close()
-        if kind is None:
-            os.replace(self.temporary, self.path)
-        else:
-            self.temporary.unlink(missing_ok=True)
+FOREIGN = (".safetensors", ".pt", ".pth", ".pkl", ".gguf")
+_FIELDS = {
+    "format_version": int, "source": str, "expert_block_size": int, "formats": dict, "tokenizer": dict,
+    "slot_bytes": int,
+}  # fmt: skip
 
 
 class Container:
-    """A container directory. Opening it reads config.json and looks at file names; weights are mapped on demand."""
+    """A container directory. Opening it reads config.json and looks at file names; weights are mapped on demand.
+
+    `config` ModelConfig; `info` the "colibri" object of config.json; `block_size` experts per block; `blocks` blocks
+    per layer; `slot_bytes` bytes of the largest block's payload, rounded up to 4096.
+    """
 
     def __init__(self, directory: Path, config: ModelConfig, info: dict):
         self.dir, self.config, self.info = directory, config, info
         self.block_size: int = info["expert_block_size"]
         self.blocks = layout.blocks_per_layer(config, self.block_size)
         self.slot_bytes: int = info["slot_bytes"]
+        self.files = layout.container_files(config, self.block_size)
 
     @classmethod
     def open(cls, directory: str | os.PathLike, allow_fp32: bool = False) -> Container:
@@ -346,72 +54,189 @@ class Container:
                     f"{directory}: {part} matrices are fp32, which is for tests; convert to bf16, fp16 or int8, or open "
                     "with allow_fp32=True"
                 )
-        container = cls(directory, config, info)
-        for name in layout.container_files(config, container.block_size):
-            if not (directory / name).exists():
-                raise ContainerError(f"{directory / name}: file is missing; convert again or copy the whole directory")
-        return container
+        box = cls(directory, config, info)
+        for name, specs in box.files.items():
+            if not box.stored(name):
+                absent = [npy for npy in (layout.npy_path(name, t) for t in specs) if not (directory / npy).exists()]
+                also = "" if len(absent) == len(specs) else f" (and of the .npy in its place, {absent[0]})"
+                raise ContainerError(
+                    f"{directory / name}: file is missing{also}; copy the whole directory or convert again"
+                )
+        return box
+
+    def stored(self, name: str) -> list[Path]:
+        """The files that hold the tensors of `.bin` file `name`: itself, its .npy stand-ins, or nothing."""
+        if (self.dir / name).exists():
+            return [self.dir / name]
+        paths = [self.dir / layout.npy_path(name, tensor) for tensor in self.files[name]]
+        return paths if all(path.exists() for path in paths) else []
 
     def dense(self, name: str) -> BinFile:
-        """ "embed", "head", "final" or "layer_<L>"."""
-        return self._read(f"dense/{name}.bin")
+        """`name` is "embed", "head" (absent when tied), "final" or "layer_<L>"."""
+        return self.read(f"dense/{name}.bin")
 
     def router(self, layer: int) -> BinFile:
-        return self._read(layout.router_path(layer))
+        """ "router" (experts, hidden) and, where the family has one, "correction_bias" (experts,), both float32."""
+        return self.read(layout.router_path(layer))
 
     def block_path(self, layer: int, block: int) -> Path:
         return self.dir / layout.block_path(layer, block, self.block_size)
 
     def block_layout(self, layer: int, block: int) -> BinHeader:
-        """Payload offset, bytes and tensor table of an expert block, without reading the payload."""
-        header = read_header(self.block_path(layer, block))
+        """Payload offset, payload bytes and tensor table of an expert block, without reading the payload.
+
+        `tensor_view(payload, entry)` is the tensor of a table entry once the payload is in a slot.
+        """
+        path = self.block_path(layer, block)
+        header = read_header(path) if path.exists() else None
+        if header is None or not header.version:
+            raise ContainerError(
+                f"{path}: experts stored as .npy or version 0 cannot be loaded into slots; pack them with: "
+                f"colibri convert --input {self.dir} --output DIR"
+            )
         if header.payload_bytes > self.slot_bytes:
-            raise ContainerError(f"{header.path}: {header.payload_bytes} bytes exceed the slot of {self.slot_bytes}")
+            raise ContainerError(
+                f"{path}: {header.payload_bytes} bytes of payload exceed the slot of {self.slot_bytes}"
+            )
+        self._check_specs(path, {entry["name"]: tuple(entry["shape"]) for entry in header.table}, self._specs(path))
         return header
 
     def block(self, layer: int, block: int) -> BinFile:
         """The block mapped, for looking at its tensors."""
-        return read_bin(self.block_path(layer, block))
+        return self.read(layout.block_path(layer, block, self.block_size))
 
     def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
-        """ "gate", "up", "down" of one expert as row-major float32."""
+        """ "gate" (width, hidden), "up" (width, hidden), "down" (hidden, width) of one expert, row-major float32."""
         tensors = self.block(layer, expert // self.block_size).tensors
         return {part: tensors[f"{expert}.{part}"].array() for part in ("gate", "up", "down")}
 
-    def _read(self, name: str) -> BinFile:
-        return read_bin(self.dir / name, layout.container_files(self.config, self.block_size)[name])
+    def read(self, name: str) -> BinFile:
+        """A file by its path inside the container, with the tensors and layouts that `layout` calls for.
+
+        A version-1 file is mapped. Version 0 and .npy are copied into memory in that form: fp16 stays fp16, fp32 becomes
+        the container's own format for that part (fp16 where that is int8).
+        """
+        specs, stored = self.files[name], self.stored(name)
+        if not stored:
+            raise ContainerError(f"{self.dir / name}: file is missing; copy the whole directory or convert again")
+        if stored[0].suffix == ".npy":
+            values = {tensor: _read_npy(path) for tensor, path in zip(specs, stored, strict=True)}
+            file = self._in_memory(name, values)
+        else:
+            file = read_bin(stored[0], specs)
+            if file.header.version == 0:
+                file = self._in_memory(name, {t.name: t.elements.reshape(t.shape) for t in file.tensors.values()})
+        self._check_specs(file.path, {t.name: t.shape for t in file.tensors.values()}, specs)
+        return file
+
+    def _in_memory(self, name: str, values: dict[str, np.ndarray]) -> BinFile:
+        """Plain matrices (float16 or float32) as a file of version 1 would give them."""
+        specs = self.files[name]
+        self._check_specs(self.dir / name, {tensor: a.shape for tensor, a in values.items()}, specs)
+        chosen = {}
+        for tensor, spec in specs.items():
+            own = self.info["formats"][spec.part]
+            narrow = "fp16" if values[tensor].dtype == np.float16 or formats.FORMATS[own].scaled else own
+            chosen[tensor] = own if spec.part == "float" else narrow
+        table, nbytes = plan_table({t: replace(spec, part=t) for t, spec in specs.items()}, chosen)
+        room = np.zeros(nbytes + ALIGN, np.uint8)
+        start = -room.__array_interface__["data"][0] % ALIGN
+        payload = room[start : start + nbytes]
+        for entry in table:
+            data = formats.encode(np.atleast_2d(values[entry["name"]]), entry["format"], name=entry["name"]).data
+            if entry["layout"] == "rows16":
+                data = formats.pack_rows16(data, formats.FORMATS[entry["format"]].k_group)
+            payload[entry["offset"] :][: entry["bytes"]] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        payload.flags.writeable = False
+        header = BinHeader(self.dir / name, 0, 0, nbytes, None, tuple(table))
+        return BinFile(header, payload, {entry["name"]: tensor_view(payload, entry) for entry in table})
+
+    def _specs(self, path: Path) -> dict[str, layout.Spec]:
+        return self.files[path.relative_to(self.dir).as_posix()]
+
+    @staticmethod
+    def _check_specs(path: Path, found: dict[str, tuple], specs: dict[str, layout.Spec]) -> None:
+        for name, spec in specs.items():
+            if name not in found:
+                raise ContainerError(f"{path}: tensor {name!r} is missing; the file holds {', '.join(found)}")
+            if found[name] != spec.shape:
+                raise ContainerError(
+                    f"{path}: tensor {name!r}: expected shape {spec.shape} from config.json, found {found[name]}"
+                )
 
 
-def read_container_config(directory: Path) -> tuple[ModelConfig, dict]:
+def _read_npy(path: Path) -> np.ndarray:
+    try:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, EOFError) as error:
+        raise ContainerError(f"{path}: not a .npy file of numbers: {error}") from None
+    if values.dtype not in (np.dtype("<f2"), np.dtype("<f4")) or values.ndim not in (1, 2):
+        raise ContainerError(
+            f"{path}: expected one or two dimensions of float16 or float32, found {values.dtype} {values.shape}"
+        )
+    return values
+
+
+def is_container(directory: str | os.PathLike) -> bool:
+    """Whether config.json there is a container's (be it faulty)."""
+    try:
+        return "colibri" in json.loads((Path(directory) / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def read_container_config(directory: str | os.PathLike) -> tuple[ModelConfig, dict]:
     """(model settings, the "colibri" object) of a container's config.json. Raises `ContainerError` naming the field."""
+    directory = Path(directory)
     path = directory / "config.json"
     if not directory.is_dir():
-        raise ContainerError(f"{directory}: no such directory")
-    data = None
+        raise ContainerError(f"{directory}: no such directory; expected a container")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_bytes())
     except FileNotFoundError:
-        pass
+        data = None
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ContainerError(f"{path}: not JSON: {error}") from None
     if not isinstance(data, dict) or "colibri" not in data:
-        foreign = sorted(
-            p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".pt", ".pth", ".pkl", ".gguf")
-        )
-        found = (
-            f"found {foreign[0]}, a checkpoint of another program" if foreign else "found no 'colibri' in config.json"
-        )
-        raise ContainerError(
-            f"{directory}: not a container: {found}; make one with: colibri convert --input {directory} --output DIR"
-        )
+        raise ContainerError(_not_a_container(directory, data is None))
     info = data["colibri"]
-    for field in ("format_version", "source", "expert_block_size", "formats", "tokenizer", "slot_bytes"):
+    if not isinstance(info, dict):
+        raise ContainerError(f"{path}: colibri: expected an object, found {info!r}")
+    for field, kind in _FIELDS.items():
         if field not in info:
             raise ContainerError(f"{path}: field colibri.{field} is missing; convert the checkpoint again")
+        if not isinstance(info[field], kind):
+            raise ContainerError(f"{path}: field colibri.{field}: expected {kind.__name__}, found {info[field]!r}")
     if info["format_version"] != FORMAT_VERSION:
         raise ContainerError(f"{path}: format_version: expected {FORMAT_VERSION}, found {info['format_version']!r}")
+    for part in ("expert", "dense", "float"):
+        if part not in info["formats"]:
+            raise ContainerError(f"{path}: field colibri.formats.{part} is missing; convert the checkpoint again")
+        formats.find_format(info["formats"][part], f"{path}: field colibri.formats.{part}")
     if "model" not in data:
         raise ContainerError(f"{path}: field model is missing; convert the checkpoint again")
-    return ModelConfig.from_json(data["model"], f"{path}: model"), info
+    try:
+        config = ModelConfig.from_json(data["model"], f"{path}: model")
+        check_config(config)
+    except ModelError as error:
+        raise ContainerError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    if not 1 <= info["expert_block_size"] <= config.num_experts:
+        raise ContainerError(
+            f"{path}: field colibri.expert_block_size: expected 1 to {config.num_experts}, found {info['expert_block_size']}"
+        )
+    return config, info
+
+
+def _not_a_container(directory: Path, no_config: bool) -> str:
+    if (directory / "convert.partial.json").exists():
+        return f"{directory}: its conversion was not finished; repeat the same colibri convert command to go on"
+    foreign = sorted(p.name for p in directory.iterdir() if p.suffix in FOREIGN)
+    if foreign:
+        found = f"found {foreign[0]}, a checkpoint, which is not opened as it is"
+    else:
+        found = "config.json is missing" if no_config else "config.json has no field colibri"
+    return f"{directory}: not a container: {found}; make one with: colibri convert --input CHECKPOINT --output DIR"

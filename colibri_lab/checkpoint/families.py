@@ -7,6 +7,7 @@ Both spellings are read, that of transformers 5 (`rope_parameters`) and that of 
 from __future__ import annotations
 
 import json
+import operator
 import os
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,11 @@ ALIASES = {
 _BASE = dict(
     hidden_act="silu", tie_word_embeddings=False, head_dim=None, num_key_value_heads=None, attention_bias=False,
     rope_theta=1e4, partial_rotary_factor=1.0, sliding_window=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+_NULLABLE = dict(
+    head_dim=int, num_key_value_heads=int, sliding_window=int, clip_qkv=float, mlp_only_layers=list, layer_types=list,
+    bos_token_id=int, eos_token_id=(int, list),
 )  # fmt: skip
 
 _ATTENTION = {
@@ -54,11 +60,14 @@ class Family:
     switches: Callable[[dict], dict]
     names: dict[str, str] = field(default_factory=dict)
     experts: dict[str, str] = field(default_factory=lambda: _EXPERTS)
+    partial_rotary: bool = False
 
 
 def _sparse_step(c: dict) -> tuple[str, ...]:
     """qwen: a layer is dense when listed in mlp_only_layers or off the decoder_sparse_step beat."""
     only, step = c["mlp_only_layers"] or (), c["decoder_sparse_step"]
+    if step < 1:
+        raise ModelError(f"decoder_sparse_step: expected at least 1, found {step}")
     return tuple("dense" if i in only or (i + 1) % step else "moe" for i in range(c["num_hidden_layers"]))
 
 
@@ -117,7 +126,7 @@ FAMILIES: dict[str, Family] = {
         dict(
             vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
             num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
-            num_experts_per_tok=2, num_experts=8, rope_theta=1e6,
+            num_experts_per_tok=2, num_experts=8, rope_theta=1e6, sliding_window=None,
         ),
         lambda c: dict(
             ffn=("moe",) * c["num_hidden_layers"], windows=_same_window(c),
@@ -171,6 +180,7 @@ FAMILIES: dict[str, Family] = {
             "correction_bias": "mlp.gate.e_score_correction_bias",
             **_shared("mlp.shared_experts"),
         },
+        partial_rotary=True,
     ),
 }  # fmt: skip
 
@@ -194,39 +204,50 @@ def read_config(hf_dir: str | os.PathLike, name: str = "config.json") -> ModelCo
 def _config(raw: dict, generation: dict) -> ModelConfig:
     name, family = _find_family(raw)
     c = _canonical(raw, {**_BASE, **family.defaults})
-    if c["hidden_act"] not in ("silu", "swish"):
-        raise ModelError(f"hidden_act: this version computes silu experts only, found {c['hidden_act']!r}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"quantization_config: the weights are already quantised ({method}), which this version "
-            "cannot read; convert from the bf16 or fp16 checkpoint"
-        )
-    heads = c["num_attention_heads"]
+    _refuse(raw, c, family)
+    heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
+    if heads < 1 or not 1 <= layers <= 10_000:
+        raise ModelError(f"impossible: {heads} attention heads, {layers} layers")
     head_dim = c["head_dim"] or c["hidden_size"] // heads
-    fields = dict(
+    own = family.switches(c)
+    config = ModelConfig(
         family=name,
         vocab_size=c["vocab_size"],
         hidden_size=c["hidden_size"],
-        num_layers=c["num_hidden_layers"],
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=c["num_key_value_heads"] or heads,
         head_dim=head_dim,
         num_experts=c["num_experts"],
         top_k=c["num_experts_per_tok"],
-        dense_intermediate_size=c["intermediate_size"],
+        dense_intermediate_size=c["intermediate_size"] if "dense" in own["ffn"] else 0,
         rope=_rope(raw, c, head_dim),
         rms_norm_eps=float(c["rms_norm_eps"]),
         tied_embeddings=c["tie_word_embeddings"],
         max_position_embeddings=c["max_position_embeddings"],
         bos_token_id=generation.get("bos_token_id", c["bos_token_id"]),
         eos_token_ids=_eos(generation.get("eos_token_id"), c),
+        **own,
     )
-    config = ModelConfig(**{**fields, **family.switches(c)})
-    if "dense" not in config.ffn:
-        config = ModelConfig(**{**config.__dict__, "dense_intermediate_size": 0})
-    _check(config)
+    check_config(config)
     return config
+
+
+def _refuse(raw: dict, c: dict, family: Family) -> None:
+    """Settings that would change the results and that this version does not compute."""
+    if c["hidden_act"] not in ("silu", "swish"):
+        raise ModelError(f"hidden_act: this version computes silu experts only, found {c['hidden_act']!r}")
+    quantised = raw.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        raise ModelError(
+            f"quantization_config: the weights are already quantised ({method}), which this version cannot read; "
+            "convert from the bf16 or fp16 checkpoint"
+        )
+    if c["sliding_window"] is not None and "sliding_window" not in family.defaults:
+        raise ModelError(
+            f"sliding_window: {family.architecture} has none in this version, found {c['sliding_window']!r}"
+        )
 
 
 def _find_family(raw: dict) -> tuple[str, Family]:
@@ -245,32 +266,42 @@ def _canonical(raw: dict, defaults: dict) -> dict:
     c = {}
     for key, default in defaults.items():
         spelled = next((alias for alias in ALIASES.get(key, (key,)) if alias in raw), None)
-        c[key] = default if spelled is None else raw[spelled]
-        wanted = type(default) if default is not None else None
-        good = wanted is None or isinstance(c[key], (int, float) if wanted is float else wanted)
-        if c[key] is None and key in ("head_dim", "num_key_value_heads", "sliding_window"):
+        value = default if spelled is None else raw[spelled]
+        nullable = key in _NULLABLE
+        kind = _NULLABLE.get(key) or type(default)
+        if value is None and nullable:
+            c[key] = None
             continue
-        if c[key] is None and default is not None and key not in ("bos_token_id", "eos_token_id"):
-            c[key] = default
-        elif not good and key not in ("bos_token_id", "eos_token_id"):
-            raise ModelError(f"{spelled}: expected {wanted.__name__}, found {c[key]!r}")
+        good = isinstance(value, (int, float) if kind is float else kind)
+        if not good or (isinstance(value, bool) and kind is not bool):
+            wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ModelError(f"{spelled}: expected {wanted}{' or null' if nullable else ''}, found {value!r}")
+        c[key] = value
     return c
 
 
 def _rope(raw: dict, c: dict, head_dim: int) -> RopeConfig:
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ModelError(f"rope_parameters: expected one rotary embedding for all layers, found {given!r}")
     kind = given.get("rope_type", given.get("type", "default"))
-    if any(isinstance(value, dict) for value in given.values()):
-        raise ModelError("rope_parameters: one rotary embedding per layer type is not supported by this version")
     if kind != "default":
         raise ModelError(f"rope type {kind!r} is not supported by this version; supported: default")
+    theta = given.get("rope_theta", c["rope_theta"])
     fraction = given.get("partial_rotary_factor", c["partial_rotary_factor"])
-    return RopeConfig(theta=float(given.get("rope_theta", c["rope_theta"])), dims=int(head_dim * fraction))
+    for name, value in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ModelError(f"{name}: expected a number above 0, found {value!r}")
+    if fraction != 1 and not _find_family(raw)[1].partial_rotary:
+        raise ModelError(f"partial_rotary_factor: this family rotates whole heads, found {fraction!r}")
+    return RopeConfig(theta=float(theta), dims=int(head_dim * fraction))
 
 
 def _eos(generation_eos, c: dict) -> tuple[int, ...]:
     ids = c["eos_token_id"] if generation_eos is None else generation_eos
     ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise ModelError(f"eos_token_id: expected a token id or a list of them, found {ids!r}")
     outside = [i for i in ids if not 0 <= i < c["vocab_size"]]
     if outside:
         warnings.warn(
@@ -279,30 +310,49 @@ def _eos(generation_eos, c: dict) -> tuple[int, ...]:
     return tuple(i for i in ids if i not in outside)
 
 
-def _check(config: ModelConfig) -> None:
-    """Contradictions that would otherwise surface deep inside the engine."""
-    sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_experts", "top_k",
-             "expert_intermediate_size", "max_position_embeddings")  # fmt: skip
+_CHOICES = {
+    "qk_norm": ("none", "head", "full"),
+    "shared": ("none", "plain", "gated"),
+    "router.kind": ("softmax", "topk_softmax", "sigmoid_group"),
+    "rope.style": ("half",),
+}
+
+
+def check_config(config: ModelConfig) -> None:
+    """Raises `ModelError` for contradictions that would otherwise surface deep inside the engine."""
+    c, router = config, config.router
+    sizes = ["vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_experts", "top_k",
+             "expert_intermediate_size", "max_position_embeddings"]  # fmt: skip
+    sizes += ["dense_intermediate_size"] if "dense" in c.ffn else []
+    sizes += ["shared_intermediate_size"] if c.shared != "none" else []
     for name in sizes:
-        if getattr(config, name) < 1:
-            raise ModelError(f"{name}: expected at least 1, found {getattr(config, name)}")
-    if config.num_heads % config.num_kv_heads:
-        raise ModelError(
-            f"{config.num_heads} attention heads cannot share {config.num_kv_heads} key/value heads evenly"
-        )
-    if config.top_k > config.num_experts:
-        raise ModelError(f"top-k {config.top_k} exceeds the {config.num_experts} experts")
-    groups = config.router.groups
-    if config.num_experts % groups or not 1 <= config.router.top_groups <= groups:
-        raise ModelError(
-            f"{config.num_experts} experts in {groups} groups, best {config.router.top_groups} kept: impossible"
-        )
-    if config.rope.dims % 2 or not 0 < config.rope.dims <= config.head_dim:
-        raise ModelError(
-            f"rotary dimensions: expected an even number up to {config.head_dim}, found {config.rope.dims}"
-        )
-    if not config.moe_layers:
+        if getattr(c, name) < 1:
+            raise ModelError(f"{name}: expected at least 1, found {getattr(c, name)}")
+    for name, choices in _CHOICES.items():
+        value = operator.attrgetter(name)(c)
+        if value not in choices:
+            raise ModelError(f"{name}: expected one of {', '.join(choices)}, found {value!r}")
+    good_windows = all(w is None or (type(w) is int and w > 0) for w in c.windows)
+    for name, good in (("ffn", set(c.ffn) <= {"moe", "dense"}), ("windows", good_windows)):
+        if not good or len(getattr(c, name)) != c.num_layers:
+            raise ModelError(
+                f"{name}: expected one valid entry for each of {c.num_layers} layers, found {getattr(c, name)}"
+            )
+    if not c.moe_layers:
         raise ModelError("no layer routes to experts; this is a dense model")
+    if c.num_heads % c.num_kv_heads:
+        raise ModelError(f"{c.num_heads} attention heads cannot share {c.num_kv_heads} key/value heads evenly")
+    if c.top_k > c.num_experts:
+        raise ModelError(f"top-k {c.top_k} exceeds the {c.num_experts} experts")
+    if router.groups < 1 or c.num_experts % router.groups or not 1 <= router.top_groups <= router.groups:
+        raise ModelError(
+            f"{c.num_experts} experts in {router.groups} groups, best {router.top_groups} kept: impossible"
+        )
+    size = c.num_experts // router.groups
+    if router.groups > 1 and (size < 2 or size * router.top_groups < c.top_k):
+        raise ModelError(f"top-k {c.top_k} from the best {router.top_groups} groups of {size} experts: impossible")
+    if c.rope.dims % 2 or not 0 < c.rope.dims <= c.head_dim:
+        raise ModelError(f"rotary dimensions: expected an even number up to {c.head_dim}, found {c.rope.dims}")
 
 
 def tensor_names(config: ModelConfig, layer: int | None = None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..config import ModelConfig
@@ -41,6 +42,12 @@ def router_path(layer: int) -> str:
 def block_path(layer: int, block: int, block_size: int) -> str:
     """A block is named by its first expert."""
     return f"layer_{layer}/expert_{block * block_size}.bin"
+
+
+def layer_of(file: str) -> int | None:
+    """The layer a file belongs to; None for those of the whole model."""
+    found = re.search(r"layer_(\d+)", file)
+    return int(found[1]) if found else None
 
 
 def blocks_per_layer(config: ModelConfig, block_size: int) -> int:
@@ -94,6 +101,15 @@ def block_tensors(config: ModelConfig, block: int, block_size: int) -> dict[str,
     for expert in block_experts(config, block, block_size):
         tensors |= _ffn(config.hidden_size, config.expert_intermediate_size, "expert", f"{expert}.")
     return tensors
+
+
+def npy_path(file: str, tensor: str) -> str:
+    """Where a tensor may lie as .npy in place of `file`: "router.npy" (the tensor named as the file is), else
+    "router.correction_bias.npy"; tensors of experts as "expert_<e>.gate.npy", whatever block they are in."""
+    stem = file.removesuffix(".bin")
+    if "/expert_" in file:
+        return f"{stem[: stem.rindex('_')]}_{tensor}.npy"
+    return f"{stem}.npy" if stem.endswith(f"/{tensor}") else f"{stem}.{tensor}.npy"
 
 
 def container_files(config: ModelConfig, block_size: int) -> dict[str, dict[str, Spec]]:

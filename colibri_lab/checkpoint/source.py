@@ -1,4 +1,4 @@
-"""Reading a Hugging Face checkpoint's safetensors files, a few rows at a time.
+"""Where a conversion reads from, a few rows at a time: the safetensors files of a checkpoint, or a container.
 
 The file format (https://github.com/huggingface/safetensors): u64 little-endian header length, a JSON object
 name → {dtype, shape, data_offsets}, then the data; offsets count from the end of the header.
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ModelError, StorageError
+from ..errors import ContainerError, ModelError, StorageError
+from .container import Container, Tensor
 
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 FORMAT_OF = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -118,7 +119,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         good = all(isinstance(k, str) and isinstance(v, str) and Path(v).name == v for k, v in names.items())
     except OSError as error:
         raise StorageError(f"{index}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         good = False
     if not good:
         raise ModelError(f"{index}: expected an object weight_map of tensor names and file names of this directory")
@@ -140,7 +141,7 @@ def read_header(path: Path) -> list[Entry]:
         table = json.loads(header)
         table.pop("__metadata__", None)
         entries = [_entry(path, name, item, 8 + length) for name, item in table.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: damaged safetensors header: {error}") from None
     for e in entries:
         wanted = math.prod(e.shape) * _SIZES.get(e.dtype, 0)
@@ -158,3 +159,40 @@ def _entry(path: Path, name: str, item: dict, base: int) -> Entry:
     if min((begin, *shape), default=0) < 0:
         raise ValueError(f"negative numbers in the entry of {name}")
     return Entry(name, path, str(item["dtype"]), shape, base + begin, end - begin)
+
+
+class ContainerSource(Source):
+    """A container as the source of another: to quantise it, to change its block size, or to pack .npy and version 0.
+
+    Tensors are named "file:tensor", experts as in blocks of one. Refuses containers that are quantised already.
+    """
+
+    def __init__(self, box: Container):
+        self.dir, self.entries, self._box = box.dir, {}, box
+        self.files = [box.dir / "config.json"]
+        self._open_file: tuple[str, dict[str, Tensor]] = ("", {})
+        for file in box.files:
+            self.files += box.stored(file)
+            for tensor in box.read(file).tensors.values():
+                if tensor.scale is not None:
+                    raise ContainerError(
+                        f"{box.dir / file}: {tensor.name} is {tensor.format} already; quantising twice only loses: convert "
+                        "from the 16-bit container or the checkpoint"
+                    )
+                name = self.name(file, tensor.name)
+                kind = next(dtype for dtype, format in FORMAT_OF.items() if format == tensor.format)
+                self.entries[name] = Entry(name, box.dir / file, kind, tensor.shape, 0, tensor.data.nbytes)
+
+    @staticmethod
+    def name(file: str, tensor: str) -> str:
+        return f"{file.rpartition('_')[0]}:{tensor}" if "/expert_" in file else f"{file}:{tensor}"
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows [start, stop) as float32 (rows, cols)."""
+        file = self.entries[name].path.relative_to(self.dir).as_posix()
+        if self._open_file[0] != file:
+            self._open_file = (file, self._box.read(file).tensors)
+        tensor = self._open_file[1][name.rpartition(":")[2]]
+        if len(tensor.shape) == 1:
+            return tensor.array()[None]
+        return tensor.gather(np.arange(tensor.shape[0])[start:stop])

@@ -1,0 +1,28 @@
+"""One file to hand on: a container as a tar archive, never without its tokenizer."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+
+from ..engine.tokenizer import Tokenizer
+from .binfile import AtomicFile
+from .container import Container
+
+
+def export(directory: str | os.PathLike, archive: str | os.PathLike) -> list[str]:
+    """Write the container `directory` to the tar file `archive`; returns the names inside, which start with its name.
+
+    Raises `ContainerError` when files are missing and `TokenizerError` when the tokenizer is missing or another model's.
+    """
+    box = Container.open(directory, allow_fp32=True)
+    Tokenizer(box.dir)
+    top = box.dir.resolve().name
+    extra = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md")
+    paths = [box.dir / name for name in extra if (box.dir / name).exists()]
+    paths += [path for name in box.files for path in box.stored(name)]
+    with AtomicFile(archive) as file, tarfile.open(fileobj=file, mode="w") as tar:
+        for path in paths:
+            tar.add(path, arcname=f"{top}/{Path(path).relative_to(box.dir).as_posix()}")
+    return [f"{top}/{path.relative_to(box.dir).as_posix()}" for path in paths]
