@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from . import machine
+
 FEW_HITS, MANY_HITS = 0.85, 0.95
 MUCH_ROUTER = MUCH_WAIT = 0.15
 LITTLE_WAIT = 0.05
@@ -94,15 +96,13 @@ def on_sampling(temperature: float, top_p: float) -> str | None:
     return None
 
 
-def advise(run, all_resident: bool = False, cores: int | None = None) -> list[str]:
+def advise(run, lab=None, cores: int | None = None) -> list[str]:
     """Sentences on a finished run, read from `run.cache`, `run.stages` and `run.settings`. Counters speak of decode only.
 
-    `cores`: physical cores of the machine, asked of it when None. What was not measured gets no sentence.
+    `lab`: the model it ran on, which tells whether every expert had a slot. `cores`: physical cores of the machine,
+    asked of it when None. What was not measured gets no sentence.
     """
-    if cores is None:
-        from .machine import cores as count_cores
-
-        cores = count_cores()[0]
+    cores = machine.cores()[0] if cores is None else cores
     stages = run.stages[run.stages.phase == "decode"]
     share = dict(zip(stages.stage, stages.share, strict=True))
     cache = run.cache[run.cache.phase == "decode"]
@@ -110,10 +110,16 @@ def advise(run, all_resident: bool = False, cores: int | None = None) -> list[st
     wait = share.get("expert_load_wait", 0.0)
     said: list = []
     if share and hits + misses:
-        said.append(on_hit_rate(hits / (hits + misses), wait, all_resident))
+        said.append(on_hit_rate(hits / (hits + misses), wait, lab is not None and has_all_slots(run, lab)))
     if share:
         said.append(on_router(share.get("router", 0.0), wait))
         compute = share.get("expert_compute", 0.0) + share.get("shared_expert", 0.0)
         said.append(on_compute(compute, run.settings["threads"], cores))
     said.append(on_sampling(run.settings["temperature"], run.settings["top_p"]))
     return [str(item) for item in said if item]
+
+
+def has_all_slots(run, lab) -> bool:
+    """Whether there was a slot for every expert block of the model."""
+    pools = len(lab.config.moe_layers) if run.settings["scope"] == "global" else 1
+    return run.settings["expert_cache_slots"] >= lab.container.blocks * pools

@@ -7,6 +7,7 @@ Nothing heavy is imported before a command runs, so `colibri --help` answers at 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -137,39 +138,51 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Continue a prompt; text on stdout, everything about it on stderr, or all of it as one JSON object."""
-    if args.validate:
-        return validate(args)
-    prompt = read_prompt(args)
     import colibri_lab as cl
 
-    lab = cl.open(args.model, **given_settings(args, "open"))
-    generate = given_settings(args, "generate")
-    print(lab.summary(), file=sys.stderr)
-    for _ in range(args.warmup):
-        lab.generate(prompt, **{**generate, "max_tokens": 1})
-    done = lab.generate(prompt, **generate)
     from .advice import advise
+    from .front import container_of
 
-    advice = advise(done)
+    if args.validate:
+        code = report_faults(container_of(args.model))
+        if not code:
+            print(cl.open(args.model, **given_settings(args, "open")).summary())
+        return code
+    prompt = read_prompt(args)
+    lab = cl.open(args.model, **given_settings(args, "open"))
+    print(lab.summary(), file=sys.stderr)
+    lab.warmup(args.warmup)
+    done = stream_text(lab, prompt, given_settings(args, "generate"), show=not args.json)
+    advice = advise(done, lab)
     if args.json:
         print_json(run_record(lab, done, args.warmup, advice))
     else:
-        print(done.text)
         print(speed_line(done), file=sys.stderr)
+        if args.profile:
+            print(profile_text(done, advice), file=sys.stderr)
     if args.verbose:
         print(settings_and_memory(lab, done), file=sys.stderr)
-    if args.profile and not args.json:
-        print(profile_text(done, advice), file=sys.stderr)
     return 130 if done.stop_reason == "interrupted" else 0
+
+
+def stream_text(lab, prompt: str, settings: dict[str, Any], show: bool):
+    """Generate, printing text as it comes; the finished run, or after Ctrl-C the run so far."""
+    with contextlib.closing(lab.stream(prompt, **settings)) as steps, contextlib.suppress(KeyboardInterrupt):
+        for step in steps:
+            if show:
+                print(step.text, end="", flush=True)
+    if show:
+        print()
+    return lab.last_run
 
 
 def run_record(lab, done, warmup: int, advice: list[str]) -> dict:
     """What `run --json` prints. Seconds, bytes and tokens per second; null is "not measured"."""
     names = ("prompt", "text", "tokens", "prompt_tokens", "stop_reason", "settings", "wall_s", "ttft_s")
-    names += ("prefill_tokens_per_s", "decode_tokens_per_s", "stages", "cache")
+    names += ("prefill_tokens_per_s", "decode_tokens_per_s", "hit_rate", "stages", "cache")
     facts = {name: getattr(done, name) for name in names}
     return {
-        "model": str(lab.path),
+        "model": lab.path,
         "summary": lab.summary(),
         **facts,
         "memory": lab.memory(),
@@ -181,14 +194,13 @@ def run_record(lab, done, warmup: int, advice: list[str]) -> dict:
 def speed_line(done) -> str:
     """Tokens, speed and decode hit rate of a run in one line."""
 
-    def speed(value):
-        return "not measured" if value is None else f"{value:.1f} tokens/s"
+    def known(value, form: str) -> str:
+        return "not measured" if value is None else form.format(value)
 
-    hit_rate = done.steps[-1].running_hit_rate if done.steps else None
     return (
-        f"{len(done.tokens)} tokens ({done.stop_reason}), decode {speed(done.decode_tokens_per_s)}, "
-        f"prefill {speed(done.prefill_tokens_per_s)}, first token after {done.ttft_s * 1e3:.0f} ms, "
-        f"hit rate {'not measured' if hit_rate is None else f'{hit_rate:.1%}'}"
+        f"{len(done.tokens)} tokens ({done.stop_reason}), decode {known(done.decode_tokens_per_s, '{:.1f} tokens/s')}, "
+        f"prefill {known(done.prefill_tokens_per_s, '{:.1f} tokens/s')}, "
+        f"first token after {known(done.ttft_s, '{:.3f} s')}, hit rate {known(done.hit_rate, '{:.1%}')}"
     )
 
 
@@ -219,11 +231,16 @@ def convert(args: argparse.Namespace) -> int:
 
 def validate(args: argparse.Namespace) -> int:
     """Check every file of a container; exit 1 when any has a fault."""
+    return report_faults(args.model)
+
+
+def report_faults(directory) -> int:
+    """Print the faults of a container, or that it has none; the exit code."""
     from .checkpoint.validate import format_faults
     from .checkpoint.validate import validate as find_faults
 
-    faults = find_faults(args.model)
-    print(format_faults(faults) if faults else f"{args.model}: valid")
+    faults = find_faults(directory)
+    print(format_faults(faults) if faults else f"{directory}: valid")
     return 1 if faults else 0
 
 
@@ -275,7 +292,13 @@ def build_parser() -> Parser:
     add_model(p)
     p.add_argument("--prompt", metavar="TEXT", help="text to continue")
     p.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file; - is stdin")
-    p.add_argument("--warmup", type=count, default=0, metavar="N", help="generate one token N times first, uncounted")
+    p.add_argument(
+        "--warmup",
+        type=count,
+        default=0,
+        metavar="N",
+        help="fill the cache first with N short generations that do not count",
+    )
     p.add_argument("--profile", action="store_true", help="print the share of time of each stage, and advice")
     p.add_argument("--validate", action="store_true", help="check the model's files and exit, without generating")
     p.add_argument("--verbose", action="store_true", help="print every effective setting and the memory by part")

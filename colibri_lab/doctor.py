@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from . import machine, preflight
+from . import __version__, machine, preflight
 from .errors import ColibriError
 
 SHOWN = ("numpy", "pandas", "matplotlib", "jupyterlab", "ipykernel", "ipywidgets", "ipympl", "anywidget", "nanobind")
@@ -73,7 +73,7 @@ def version(package: str) -> str | None:
 def colibri_version() -> str:
     """Version of colibri-lab, and the commit when it runs from a Git checkout."""
     root = Path(__file__).resolve().parent.parent
-    text = version("colibri-lab") or "(not installed, running from its source folder)"
+    text = __version__
     if (root / ".git").exists() and shutil.which("git"):
         asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
         done = subprocess.run(asked, capture_output=True, text=True)

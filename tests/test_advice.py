@@ -107,3 +107,14 @@ def test_advise_adds_routed_and_shared_experts_up():
 
 def test_what_was_not_measured_gets_no_sentence():
     assert advise(finished_run(0, 0, {"router": 0.9}, phase="prefill"), cores=2) == []
+
+
+@pytest.mark.parametrize(
+    ("scope", "slots", "everything"),
+    [("layer", 31, False), ("layer", 32, True), ("global", 32, False), ("global", 64, True)],
+)
+def test_the_opened_model_tells_whether_everything_has_a_slot(scope, slots, everything):
+    lab = SimpleNamespace(config=SimpleNamespace(moe_layers=(1, 2)), container=SimpleNamespace(blocks=32))
+    run = finished_run(2, 8, {"expert_load_wait": 0.5})
+    run.settings |= {"scope": scope, "expert_cache_slots": slots}
+    assert ("first read" in advise(run, lab, cores=2)[0]) == everything

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,13 +33,19 @@ def recorded_steps():
     return recorder.steps
 
 
+TEXT = ("ein ", "Satz – ", "选择")
+
+
 class StandIn:
     """What the command needs of an opened model, and a note of how it was asked."""
 
-    path = "model-dir"
+    path = Path("model-dir")
+    config = SimpleNamespace(moe_layers=(1, 2))
+    container = SimpleNamespace(blocks=32)
+    interrupt_after = None
 
     def __init__(self, **settings):
-        self.opened, self.asked = settings, []
+        self.opened, self.asked, self.warmups, self.last_run = settings, [], 0, None
 
     def summary(self):
         return "colibri-lab: 16 slots, AVX2"
@@ -46,28 +53,40 @@ class StandIn:
     def memory(self):
         return {"slots": 2_000_000, "total_bytes": np.int64(3_000_000)}
 
-    def generate(self, prompt, **settings):
+    def warmup(self, runs):
+        self.warmups += runs
+
+    def stream(self, prompt, **settings):
         self.asked.append((prompt, settings))
         steps = recorded_steps()
         cache = pd.DataFrame(
             [(1, "prefill", 3, 1, 1, 10), (1, "decode", 6, 2, 2, 20)],
             columns=["layer", "phase", "hits", "misses", "loads", "bytes"],
         )
-        return SimpleNamespace(
+        effective = {"threads": 2, "temperature": 0.7, "top_p": 0.95, "expert_cache_slots": 16, "scope": "layer"}
+        self.last_run = run = SimpleNamespace(
             prompt=prompt,
-            text="ein Satz – 选择",
+            text="",
             tokens=[np.int32(5), np.int32(6)],
             prompt_tokens=3,
             steps=steps,
-            settings={"threads": 2, "temperature": 0.7, "top_p": 0.95, **settings},
+            settings={**effective, **settings},
             wall_s=0.5,
             ttft_s=0.1,
+            hit_rate=0.75,
             decode_tokens_per_s=None,
             prefill_tokens_per_s=float("nan"),
-            stop_reason="length",
+            stop_reason="interrupted",
             stages=stage_table(steps),
             cache=cache,
         )
+        for i, (step, text) in enumerate(zip(steps, TEXT, strict=True)):
+            if i == self.interrupt_after:
+                raise KeyboardInterrupt
+            step.text = text
+            run.text += text
+            yield step
+        run.stop_reason = "length"
 
 
 @pytest.fixture
@@ -180,7 +199,9 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(lab, capsys):
 def test_json_is_one_object_with_null_for_what_was_not_measured(lab, capsys):
     assert cli.main([*RUN, "--json", "--seed", "3", "--profile"]) == 0
     data = json.loads(capsys.readouterr().out)
+    assert data["model"] == "model-dir"
     assert data["text"] == "ein Satz – 选择"
+    assert data["hit_rate"] == 0.75
     assert data["tokens"] == [5, 6]
     assert data["settings"]["seed"] == 3
     assert data["decode_tokens_per_s"] is None and data["prefill_tokens_per_s"] is None
@@ -208,7 +229,8 @@ def test_verbose_prints_settings_and_memory(lab, capsys):
 
 def test_warmup_generates_first_and_does_not_count(lab, capsys):
     cli.main([*RUN, "--warmup", "2", "--json"])
-    assert [settings.get("max_tokens") for _, settings in lab.lab.asked] == [1, 1, None]
+    assert lab.lab.warmups == 2
+    assert len(lab.lab.asked) == 1
     assert json.loads(capsys.readouterr().out)["warmup"] == 2
 
 
@@ -248,16 +270,13 @@ def test_ctrl_c_exits_130_with_a_line(monkeypatch, capsys):
 
 
 def test_an_interrupted_run_still_prints_its_text_and_exits_130(lab, monkeypatch, capsys):
-    whole = StandIn.generate
-
-    def cut_short(self, prompt, **settings):
-        run = whole(self, prompt, **settings)
-        run.stop_reason = "interrupted"
-        return run
-
-    monkeypatch.setattr(StandIn, "generate", cut_short)
+    monkeypatch.setattr(StandIn, "interrupt_after", 1)
     assert cli.main(RUN) == 130
-    assert capsys.readouterr().out.startswith("ein Satz")
+    captured = capsys.readouterr()
+    assert captured.out == "ein \n"
+    assert "(interrupted)" in captured.err
+    assert cli.main([*RUN, "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["stop_reason"] == "interrupted"
 
 
 def test_warnings_are_one_plain_line(lab, monkeypatch, capsys):
