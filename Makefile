@@ -47,15 +47,15 @@ oracle-compare: $(ORACLE)/oracle.stamp
 clean:
 	rm -rf $(VENV) $(ORACLE) .colibri .pytest_cache .ruff_cache .hypothesis build dist
 
-preflight:
-	@$(PYTHON) -I colibri_lab/preflight.py $(if $(ZIG),--zig)
-
-preflight-test:
-	@$(PYTHON) -I colibri_lab/preflight.py --browser $(if $(ZIG),--zig)
+# What is missing is named before anything is tried; a Python alone suffices to find that out.
+preflight preflight-test:
+	@command -v "$(PYTHON)" >/dev/null || { echo "colibri: missing: no $(PYTHON) on PATH; install Python 3.10 or newer" \
+		"or name the one to use: make PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -I colibri_lab/preflight.py $(if $(ZIG),--zig) $(if $(findstring test,$@),--browser)
 
 $(VENV)/bin/python $(ORACLE)/bin/python:
 	@echo "making $(@:/bin/python=) with $(PYTHON)"
-	@$(PYTHON) -m venv "$(@:/bin/python=)"
+	@"$(PYTHON)" -m venv "$(@:/bin/python=)"
 
 $(VENV)/lab.stamp: pyproject.toml | $(VENV)/bin/python
 	@echo "installing colibri-lab and what it needs (a few minutes the first time)"
