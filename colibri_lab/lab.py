@@ -33,7 +33,7 @@ class Lab:
         self.path = Path(path)
         given = resolve(settings, "open")
         self.container = Container.open(self.path, allow_fp32=given["allow_fp32"])
-        self.config = self.container.config
+        self.config, self.name = self.container.config, str(self.container.info["source"])
         self.tokenizer = _checked_tokenizer(self.container)
         self.settings = _effective(given, self.container)
         self.engine = Engine(self.container, self.settings)
@@ -132,7 +132,7 @@ class Lab:
         s, m = self.settings, self.memory()
         each = "in all" if s["scope"] == "global" else "per layer"
         return (
-            f"{self.path.name} ({self.config.family}): {s['expert_cache_slots']} slots {each} of {self.slot_bytes / 1e6:.3g} MB, "
+            f"{self.name} ({self.config.family}): {s['expert_cache_slots']} slots {each} of {self.slot_bytes / 1e6:.3g} MB, "
             f"{s['policy']}, {s['threads']} threads ({load('gemm').simd}), {s['storage']}, "
             f"scratch {m['scratch_bytes'] / 1e6:.3g} MB, memory {m['total_bytes'] / 1e6:.4g} MB"
         )
@@ -150,7 +150,7 @@ class Lab:
     def _exclusive(self):
         if not self._busy.acquire(blocking=False):
             raise ColibriError(
-                f"{self.path.name} is generating: finish or close that stream first, or call lab.stop() from another thread"
+                f"{self.name} is generating: finish or close that stream first, or call lab.stop() from another thread"
             )
         try:
             yield
