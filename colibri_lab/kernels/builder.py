@@ -121,7 +121,7 @@ def nanobind_object(progress: bool = True) -> Path:
             _say(progress, f"compiling the runtime of nanobind {nanobind.__version__} (once, about 10 s)")
             made = built.with_name(f"{os.getpid()}.o")
             includes = [*_nanobind_includes(), sysconfig.get_paths()["include"]]
-            source = Path(nanobind.source_dir(), "nb_combined.cpp")
+            source = Path(nanobind.include_dir()).parent / "src" / "nb_combined.cpp"
             asked = [*toolchain.launcher(), *command, *flags, *(f"-I{path}" for path in includes), "-c", str(source)]
             code, log = run([*asked, "-o", str(made)], env=toolchain.environment(command))
             if code:
@@ -188,7 +188,9 @@ def _explain(name: str, texts: dict[str, bytes], code: int, log: str, mirror: Pa
     user = cpp_dir()
     log = log.replace(f"{mirror}/", "").replace(".rendered.", "")
     for path in texts:
-        log = re.sub(rf"(?m)(^|\s){re.escape(path)}(?=[:,])", lambda found, path=path: f"{found[1]}{user / path}", log)
+        log = re.sub(
+            rf"(?m)(^|\s)(?:\./)?{re.escape(path)}(?=[:,])", lambda found, path=path: f"{found[1]}{user / path}", log
+        )
     if first := _ERROR.search(log):
         return toolchain.missing_header(log) or CompileError(f"{first[1]}: {first[2]}", log)
     said = log.strip()[-800:] or "no output"
