@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import StorageError, TraceError
+from ..errors import TraceError
+from .formats.common import whole_file
 from .table import Trace
 
 # libCacheSim reader "oracleGeneral": packed little-endian records, next_access_vtime is -1 for "never again"
@@ -42,15 +42,7 @@ def oracle_general(trace: Trace, dedupe: bool = True) -> np.ndarray:
 
 def write_oracle_general(trace: Trace, path, dedupe: bool = True) -> Path:
     """`oracle_general` as a file that libCacheSim reads with trace type oracleGeneral. Written whole or not at all."""
-    path = Path(path)
     records = oracle_general(trace, dedupe)
-    part = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as part:
         records.tofile(part)
-        os.replace(part, path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot write trace: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
-    return path
+    return Path(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -57,6 +58,22 @@ class Head:
                 return archive.namelist()
         except zipfile.BadZipFile as error:
             raise TraceError(f"{self.path}: damaged zip archive: {error}") from error
+
+
+@contextmanager
+def whole_file(path) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its place when the block succeeds. Raises `StorageError` naming `path`."""
+    path = Path(path)
+    part = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        os.replace(part, path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot write trace: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink()
 
 
 def numbered_lines(path, comment: str | None = None) -> Iterator[tuple[int, str]]:

@@ -7,13 +7,13 @@ A counts-only trace is three columns instead: layer, expert, count.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
 from ...errors import StorageError, TraceError
 from ..table import K_COLUMNS, OPTIONAL, ROW_COLUMNS, Trace, new_header
+from .common import whole_file
 
 VERSION = 1
 _KEY = b"colibri_trace"
@@ -40,15 +40,8 @@ def save(trace: Trace, path) -> Path:
         arrays[name] = flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
     meta = json.dumps({"format": VERSION, **trace.header}, default=_plain)
     table = pa.table(arrays).replace_schema_metadata({_KEY: meta.encode()})
-    part = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as part:
         pq.write_table(table, part, compression="zstd")
-        os.replace(part, path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot write trace: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
     return path
 
 
