@@ -1,0 +1,11 @@
+"""Views: `run_monitor` moves while the model generates, `plots` draws the same pictures for paper.
+
+The views read what the recorder counted and compute nothing else, so every number here can be had without a picture.
+"""
+
+from . import plots
+from .exercises import check
+from .plots import pipeline
+from .widgets import RunMonitor, run_monitor
+
+__all__ = ["RunMonitor", "check", "pipeline", "plots", "run_monitor"]
