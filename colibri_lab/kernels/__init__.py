@@ -143,10 +143,9 @@ def check(name: str) -> list[Case]:
     Raises KernelError when an error is above its tolerance or is NaN, SettingError when there is no such check.
     """
     known = dict(_references)
-    if importlib.util.find_spec("colibri_lab.reference"):
-        module = importlib.import_module("colibri_lab.reference")
-        found = {key.removeprefix("check_"): value for key, value in vars(module).items() if key.startswith("check_")}
-        known = {**found, **known}
+    if name not in known and importlib.util.find_spec("colibri_lab.reference"):
+        found = vars(importlib.import_module("colibri_lab.reference"))
+        known |= {key.removeprefix("check_"): value for key, value in found.items() if key.startswith("check_")}
     if name not in known:
         raise SettingError(f"no check for kernel {name!r}; {did_you_mean(name, known)}")
     cases = list(known[name](load(name)))
