@@ -8,12 +8,10 @@ little-endian. The length of the file tells the versions apart.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import mmap
 import os
-import shutil
 import struct
 import warnings
 import zlib
@@ -22,13 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ContainerError, StorageError
+from ..errors import ContainerError
 from . import formats, layout
+from .files import AtomicFile, Mismatch, storage_errors
 
 MAGIC, SWAPPED = b"COLI", b"ILOC"
 PAGE, ALIGN = 4096, 64
 PAYLOAD_LIMIT = 2**32 - 1
 _HEAD = struct.Struct("<4sIIIII")
+DAMAGED = "the file is damaged or cut short: convert again, or copy it again"
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,7 @@ class BinFile:
         """Reads the whole payload. Raises `ContainerError` when it is not what was written."""
         found = zlib.crc32(self.payload)
         if self.header.crc32 is not None and found != self.header.crc32:
-            raise ContainerError(
-                f"{self.path}: checksum of the payload: expected {self.header.crc32:08x}, found {found:08x}; "
-                "the file is damaged, convert again"
-            )
+            raise Mismatch(self.path, f"payload checksum {self.header.crc32:08x}", f"{found:08x}", DAMAGED)
 
 
 def plan_table(specs: dict[str, layout.Spec], number_formats: dict[str, str]) -> tuple[list[dict], int]:
@@ -161,37 +158,28 @@ def header_page(table: list[dict], payload_bytes: int, crc32: int = 0, path: str
 def read_header(path: str | os.PathLike) -> BinHeader:
     """The header of a `.bin` file, checked against the file's size. Raises `ContainerError`, `StorageError`."""
     path = Path(path)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            head = file.read(PAGE)
-            if len(head) < 8:
-                raise ContainerError(f"{path}: expected at least 8 bytes, found {size}")
-            if head[:4] == SWAPPED:
-                warnings.warn(
-                    f"{path}: the magic is byte-swapped ({SWAPPED.decode()}); read all the same", stacklevel=2
-                )
-            elif head[:4] != MAGIC:
-                raise ContainerError(f"{path}: expected the magic {MAGIC!r}, found {head[:4]!r}; not a container file")
-            payload = int.from_bytes(head[4:8], "little")
-            if size == 8 + payload:
-                return BinHeader(path, 0, 8, payload, None, None)
-            if len(head) < _HEAD.size or size < PAGE + payload:
-                raise ContainerError(
-                    f"{path}: payload of {payload} bytes: expected a file of {8 + payload} bytes (version 0) or at least "
-                    f"{PAGE + payload} (version 1), found {size}; the file is cut short or damaged"
-                )
-            _, _, version, length, offset, crc = _HEAD.unpack(head[: _HEAD.size])
-            if version != 1:
-                raise ContainerError(f"{path}: expected version 0 or 1, found {version}")
-            if offset % PAGE or not _HEAD.size + length <= offset or size != offset + payload:
-                raise ContainerError(
-                    f"{path}: header of {_HEAD.size + length} bytes, payload of {payload} bytes at {offset}: impossible in "
-                    f"a file of {size} bytes"
-                )
-            head += file.read(max(0, _HEAD.size + length - len(head)))
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from None
+    with storage_errors(path), open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(PAGE)
+        if len(head) < 8:
+            raise Mismatch(path, "at least 8 bytes", str(size), DAMAGED)
+        if head[:4] == SWAPPED:
+            warnings.warn(f"{path}: the magic is byte-swapped ({SWAPPED.decode()}); read all the same", stacklevel=2)
+        elif head[:4] != MAGIC:
+            raise Mismatch(path, f"the magic {MAGIC!r}", repr(head[:4]), "this is not a container file")
+        payload = int.from_bytes(head[4:8], "little")
+        if size == 8 + payload:
+            return BinHeader(path, 0, 8, payload, None, None)
+        if len(head) < _HEAD.size or size < PAGE + payload:
+            sizes = f"{8 + payload} bytes (version 0) or at least {PAGE + payload} (version 1)"
+            raise Mismatch(path, f"{sizes} for a payload of {payload}", f"{size} bytes", DAMAGED)
+        _, _, version, length, offset, crc = _HEAD.unpack(head[: _HEAD.size])
+        if version != 1:
+            raise Mismatch(path, "version 0 or 1", str(version), "a newer colibri-lab may read it")
+        if offset % PAGE or not _HEAD.size + length <= offset or size != offset + payload:
+            sizes = f"header of {_HEAD.size + length} bytes, payload of {payload} at {offset}, file of {size}"
+            raise Mismatch(path, "header, payload offset and payload to fit the file", sizes, DAMAGED)
+        head += file.read(max(0, _HEAD.size + length - len(head)))
     table = _check_table(path, head[_HEAD.size : _HEAD.size + length], payload)
     return BinHeader(path, 1, offset, payload, crc, table)
 
@@ -200,38 +188,33 @@ def _check_table(path: Path, text: bytes, payload: int) -> tuple[dict, ...]:
     """The tensor table, every byte range inside the payload and of the size its shape and format call for."""
     try:
         table = json.loads(text)
-        seen = set()
+        names = [entry["name"] for entry in table]
+        if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+            raise Mismatch(path, "a tensor table of different names", str(names), DAMAGED)
         for entry in table:
-            name, shape = entry["name"], entry["shape"]
-            where = f"{path}: tensor {name!r}"
-            if not isinstance(name, str) or name in seen:
-                raise ContainerError(f"{where} is named twice or not by a string")
-            seen.add(name)
-            good_shape = len(shape) in (1, 2) and all(type(n) is int and 0 < n < 2**31 for n in shape)
-            if (
-                not good_shape
-                or entry["layout"] not in ("rows", "rows16")
-                or (entry["layout"] == "rows16" and len(shape) != 2)
-            ):
-                raise ContainerError(f"{where}: impossible shape {shape} in layout {entry['layout']!r}")
-            kind = formats.find_format(entry["format"], where)
-            rows, _ = formats.stored_shape(shape, entry["layout"])
-            ranges = [(entry["offset"], entry["bytes"], formats.stored_bytes(shape, kind.name, entry["layout"]))]
-            if kind.scaled:
-                ranges += [(*entry["scale"], 4 * rows), (*entry["zero"], rows)]
-            for start, nbytes, wanted in ranges:
-                if type(start) is not int or nbytes != wanted or start % ALIGN or not 0 <= start <= payload - nbytes:
-                    raise ContainerError(
-                        f"{where}: {wanted} bytes are wanted on a multiple of {ALIGN} inside a payload of {payload}, found "
-                        f"{nbytes} bytes at {start}"
-                    )
-            if not (isinstance(entry["factor"], float) and math.isfinite(entry["factor"])):
-                raise ContainerError(f"{where}: expected a finite factor, found {entry['factor']!r}")
+            _check_entry(path, entry, payload)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, ContainerError):
             raise
-        raise ContainerError(f"{path}: damaged tensor table: {error!r}") from None
+        raise Mismatch(path, "a tensor table", f"{type(error).__name__}: {error}", DAMAGED) from None
     return tuple(table)
+
+
+def _check_entry(path: Path, entry: dict, payload: int) -> None:
+    where, shape, kind = f"tensor {entry['name']!r}", entry["shape"], formats.find_format(entry["format"], str(path))
+    good_shape = 1 <= len(shape) <= 2 and all(type(n) is int and 0 < n < 2**31 for n in shape)
+    if not good_shape or entry["layout"] not in layout.LAYOUTS or (entry["layout"] == "rows16" and len(shape) == 1):
+        raise Mismatch(path, f"{where} of one or two dimensions", f"{shape}, layout {entry['layout']!r}", DAMAGED)
+    rows, _ = formats.stored_shape(shape, entry["layout"])
+    ranges = [(entry["offset"], entry["bytes"], formats.stored_bytes(shape, kind.name, entry["layout"]))]
+    if kind.scaled:
+        ranges += [(*entry["scale"], 4 * rows), (*entry["zero"], rows)]
+    for start, nbytes, wanted in ranges:
+        if type(start) is not int or nbytes != wanted or start % ALIGN or not 0 <= start <= payload - nbytes:
+            place = f"{wanted} bytes of {where} on a multiple of {ALIGN} inside a payload of {payload}"
+            raise Mismatch(path, place, f"{nbytes} at {start}", DAMAGED)
+    if not (isinstance(entry["factor"], float) and math.isfinite(entry["factor"])):
+        raise Mismatch(path, f"{where} with a finite factor", repr(entry["factor"]), DAMAGED)
 
 
 def read_bin(path: str | os.PathLike, specs: dict[str, layout.Spec] | None = None) -> BinFile:
@@ -239,11 +222,8 @@ def read_bin(path: str | os.PathLike, specs: dict[str, layout.Spec] | None = Non
     row-major; without them it is one tensor "payload". Raises `ContainerError`, `StorageError`.
     """
     header = read_header(path)
-    try:
-        with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from None
+    with storage_errors(path), open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     payload = np.frombuffer(mapped, np.uint8)[header.payload_offset :][: header.payload_bytes]
     table = header.table if header.version else _version0_table(header, specs)
     return BinFile(header, payload, {entry["name"]: tensor_view(payload, entry) for entry in table})
@@ -253,9 +233,7 @@ def _version0_table(header: BinHeader, specs: dict[str, layout.Spec] | None) -> 
     shapes = {name: spec.shape for name, spec in specs.items()} if specs else {"payload": (header.payload_bytes // 2,)}
     wanted = sum(2 * math.prod(shape) for shape in shapes.values())
     if wanted != header.payload_bytes:
-        raise ContainerError(
-            f"{header.path}: expected {wanted} bytes of fp16 for {shapes}, found {header.payload_bytes}"
-        )
+        raise Mismatch(header.path, f"{wanted} bytes of fp16 for {shapes}", f"{header.payload_bytes} bytes", DAMAGED)
     table, offset = [], 0
     for name, shape in shapes.items():
         nbytes = 2 * math.prod(shape)
@@ -297,48 +275,5 @@ def read_v0(path: str | os.PathLike) -> np.ndarray:
     """The values of a version-0 file: float16, one-dimensional, read-only."""
     file = read_bin(path)
     if file.header.version:
-        raise ContainerError(f"{path}: expected version 0, found version {file.header.version}")
+        raise Mismatch(path, "version 0", f"version {file.header.version}")
     return file.payload.view("<f2")
-
-
-class AtomicFile:
-    """A file written beside its final name, forced to disk and renamed when complete; a failure leaves nothing behind.
-
-    The system's errors become `StorageError` with the file's name, the bytes it needs (if told) and those free.
-    """
-
-    def __init__(self, path: str | os.PathLike, need: int | None = None):
-        self.path, self.need = Path(path), need
-        self.temporary = self.path.with_name(self.path.name + ".tmp")
-
-    def __enter__(self):
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.temporary, "w+b")
-        except OSError as error:
-            raise self._storage_error(error) from error
-        return self.file
-
-    def __exit__(self, kind, error, trace):
-        try:
-            try:
-                if kind is None:
-                    self.file.flush()
-                    os.fsync(self.file.fileno())
-            finally:
-                self.file.close()
-            if kind is None:
-                os.replace(self.temporary, self.path)
-        except OSError as late:
-            error = error or late
-        finally:
-            self.temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise self._storage_error(error) from error
-
-    def _storage_error(self, error: OSError) -> StorageError:
-        what = f"{self.path}: cannot be written: {error.strerror}"
-        if error.errno == errno.ENOSPC:
-            need = "" if self.need is None else f"{self.need} bytes needed, "
-            what += f": {need}{shutil.disk_usage(self.path.parent).free} free; make room and repeat the command"
-        return StorageError(what)

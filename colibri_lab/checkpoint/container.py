@@ -6,7 +6,6 @@ Expert blocks cannot be read into slots that way: `colibri convert` with the con
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from ..config import ModelConfig
-from ..errors import ContainerError, ModelError, StorageError
+from ..errors import ContainerError, ModelError
 from . import formats, layout
 from .binfile import ALIGN, BinFile, BinHeader, Tensor, plan_table, read_bin, read_header, tensor_view
 from .families import check_config
+from .files import read_object, storage_errors
 
 __all__ = ["Container", "BinFile", "BinHeader", "Tensor", "read_bin", "read_container_config", "tensor_view"]
 
@@ -55,21 +55,24 @@ class Container:
                     "with allow_fp32=True"
                 )
         box = cls(directory, config, info)
-        for name, specs in box.files.items():
-            if not box.stored(name):
-                absent = [npy for npy in (layout.npy_path(name, t) for t in specs) if not (directory / npy).exists()]
-                also = "" if len(absent) == len(specs) else f" (and of the .npy in its place, {absent[0]})"
-                raise ContainerError(
-                    f"{directory / name}: file is missing{also}; copy the whole directory or convert again"
-                )
+        for name in box.files:
+            box.find(name)
         return box
 
-    def stored(self, name: str) -> list[Path]:
-        """The files that hold the tensors of `.bin` file `name`: itself, its .npy stand-ins, or nothing."""
-        if (self.dir / name).exists():
-            return [self.dir / name]
-        paths = [self.dir / layout.npy_path(name, tensor) for tensor in self.files[name]]
-        return paths if all(path.exists() for path in paths) else []
+    def find(self, name: str) -> list[Path]:
+        """The files that hold the tensors of `.bin` file `name`: itself or its .npy stand-ins.
+
+        Raises `ContainerError` naming what is missing.
+        """
+        with storage_errors(self.dir / name):
+            if (self.dir / name).exists():
+                return [self.dir / name]
+            paths = [self.dir / layout.npy_path(name, tensor) for tensor in self.files[name]]
+            missing = [path for path in paths if not path.exists()]
+        if missing:
+            also = "" if len(missing) == len(paths) else f", and so is {missing[0].name} of the .npy in its place"
+            raise ContainerError(f"{self.dir / name}: file is missing{also}; copy the whole directory or convert again")
+        return paths
 
     def dense(self, name: str) -> BinFile:
         """`name` is "embed", "head" (absent when tied), "final" or "layer_<L>"."""
@@ -116,9 +119,7 @@ class Container:
         A version-1 file is mapped. Version 0 and .npy are copied into memory in that form: fp16 stays fp16, fp32 becomes
         the container's own format for that part (fp16 where that is int8).
         """
-        specs, stored = self.files[name], self.stored(name)
-        if not stored:
-            raise ContainerError(f"{self.dir / name}: file is missing; copy the whole directory or convert again")
+        specs, stored = self.files[name], self.find(name)
         if stored[0].suffix == ".npy":
             values = {tensor: _read_npy(path) for tensor, path in zip(specs, stored, strict=True)}
             file = self._in_memory(name, values)
@@ -167,9 +168,8 @@ class Container:
 
 def _read_npy(path: Path) -> np.ndarray:
     try:
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from None
+        with storage_errors(path):
+            values = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ContainerError(f"{path}: not a .npy file of numbers: {error}") from None
     if values.dtype not in (np.dtype("<f2"), np.dtype("<f4")) or values.ndim not in (1, 2):
@@ -181,28 +181,23 @@ def _read_npy(path: Path) -> np.ndarray:
 
 def is_container(directory: str | os.PathLike) -> bool:
     """Whether config.json there is a container's (be it faulty)."""
-    try:
-        return "colibri" in json.loads((Path(directory) / "config.json").read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
+    path = Path(directory) / "config.json"
+    with storage_errors(path):
+        found = path.exists()
+    return found and "colibri" in read_object(path, ContainerError)
 
 
 def read_container_config(directory: str | os.PathLike) -> tuple[ModelConfig, dict]:
     """(model settings, the "colibri" object) of a container's config.json. Raises `ContainerError` naming the field."""
     directory = Path(directory)
     path = directory / "config.json"
-    if not directory.is_dir():
-        raise ContainerError(f"{directory}: no such directory; expected a container")
-    try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        data = None
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ContainerError(f"{path}: not JSON: {error}") from None
-    if not isinstance(data, dict) or "colibri" not in data:
-        raise ContainerError(_not_a_container(directory, data is None))
+    with storage_errors(directory):
+        if not directory.is_dir():
+            raise ContainerError(f"{directory}: no such directory; expected a container")
+        names = sorted(os.listdir(directory))
+    data = read_object(path, ContainerError) if "config.json" in names else {}
+    if "colibri" not in data:
+        raise ContainerError(f"{directory}: {_not_a_container(names)}")
     info = data["colibri"]
     if not isinstance(info, dict):
         raise ContainerError(f"{path}: colibri: expected an object, found {info!r}")
@@ -231,12 +226,13 @@ def read_container_config(directory: str | os.PathLike) -> tuple[ModelConfig, di
     return config, info
 
 
-def _not_a_container(directory: Path, no_config: bool) -> str:
-    if (directory / "convert.partial.json").exists():
-        return f"{directory}: its conversion was not finished; repeat the same colibri convert command to go on"
-    foreign = sorted(p.name for p in directory.iterdir() if p.suffix in FOREIGN)
+def _not_a_container(names: list[str]) -> str:
+    """Why a directory with files of these names cannot be opened, and what to do."""
+    if "convert.partial.json" in names:
+        return "its conversion was not finished; repeat the same colibri convert command to go on"
+    foreign = next((name for name in names if name.endswith(FOREIGN)), None)
     if foreign:
-        found = f"found {foreign[0]}, a checkpoint, which is not opened as it is"
+        found = f"found {foreign}, a checkpoint, which is not opened as it is"
     else:
-        found = "config.json is missing" if no_config else "config.json has no field colibri"
-    return f"{directory}: not a container: {found}; make one with: colibri convert --input CHECKPOINT --output DIR"
+        found = "config.json has no field colibri" if "config.json" in names else "config.json is missing"
+    return f"not a container: {found}; make one with: colibri convert --input CHECKPOINT --output DIR"

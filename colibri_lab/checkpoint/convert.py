@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..errors import ContainerError, StorageError
 from . import binfile, container, formats
-from .binfile import AtomicFile
+from .files import AtomicFile, read_object, storage_errors
 from .plan import Plan, make_plan
 from .source import Source
 from .verify import verify_container
@@ -81,7 +81,8 @@ def convert(
     )
     if progress:
         print(plan.text(), file=sys.stderr)
-    kept = _prepare(plan, overwrite)
+    with storage_errors(plan.output, "cannot be used for the container"):
+        kept = _prepare(plan, overwrite)
     todo = [file for file in plan.files if file not in kept]
     with tqdm(total=sum(plan.sizes[f] for f in todo), unit="B", unit_scale=True, disable=not progress) as bar:
         for file in todo:
@@ -146,20 +147,17 @@ def _existing(path: Path) -> Path:
 
 def _marked_plan(marker: Path) -> str | None:
     try:
-        return json.loads(marker.read_bytes())["plan"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_object(marker, ContainerError).get("plan")
+    except ContainerError:
         return None
 
 
 def _clear(out: Path) -> None:
     """Take an old container away, config.json first, so that no mixture ever looks complete."""
-    try:
-        (out / "config.json").unlink(missing_ok=True)
-        for pattern in ("layer_*/*", "dense/*", *TOKENIZER_FILES, MARKER):
-            for path in out.glob(pattern):
-                path.unlink()
-    except OSError as error:
-        raise StorageError(f"{error.filename or out}: cannot be replaced: {error.strerror}") from None
+    (out / "config.json").unlink(missing_ok=True)
+    for pattern in ("layer_*/*", "dense/*", *TOKENIZER_FILES, MARKER):
+        for path in out.glob(pattern):
+            path.unlink()
 
 
 def _write_file(plan: Plan, name: str) -> None:

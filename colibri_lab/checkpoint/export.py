@@ -7,8 +7,8 @@ import tarfile
 from pathlib import Path
 
 from ..engine.tokenizer import Tokenizer
-from .binfile import AtomicFile
 from .container import Container
+from .files import AtomicFile
 
 
 def export(directory: str | os.PathLike, archive: str | os.PathLike) -> list[str]:

@@ -6,7 +6,6 @@ Both spellings are read, that of transformers 5 (`rope_parameters`) and that of 
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 import warnings
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from ..config import ModelConfig, RopeConfig, RouterConfig
 from ..errors import ModelError
+from .files import read_object
 
 ALIASES = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
@@ -192,10 +192,10 @@ def read_config(hf_dir: str | os.PathLike, name: str = "config.json") -> ModelCo
     naming the file and the field for an unsupported architecture and for settings this version cannot compute.
     """
     path = Path(hf_dir) / name
-    raw = _read_json(path)
+    raw = read_object(path, ModelError, "expected a Hugging Face checkpoint directory")
     try:
         generation_path = path.with_name("generation_config.json")
-        generation = _read_json(generation_path) if generation_path.exists() else {}
+        generation = read_object(generation_path, ModelError) if generation_path.exists() else {}
         return _config(raw, generation)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
@@ -375,15 +375,3 @@ def is_mtp(config: ModelConfig, name: str) -> bool:
     if parts[0] == "mtp":
         return True
     return name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= config.num_layers
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such file; expected a Hugging Face checkpoint directory") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: expected a JSON object, found {type(data).__name__}")
-    return data

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..config import ModelConfig
 
+LAYOUTS = ("rows", "rows16")
 EMBED, HEAD, FINAL = "dense/embed.bin", "dense/head.bin", "dense/final.bin"
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ContainerError, ModelError, StorageError
+from ..errors import ContainerError, ModelError
 from .container import Container, Tensor
+from .files import read_object, storage_errors
 
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 FORMAT_OF = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -41,7 +42,8 @@ class Source:
     def __init__(self, hf_dir: str | os.PathLike):
         self.dir = Path(hf_dir)
         self.entries: dict[str, Entry] = {}
-        self.files = _find_files(self.dir)
+        with storage_errors(self.dir):
+            self.files = _find_files(self.dir)
         for path in self.files:
             for entry in read_header(path):
                 if entry.name in self.entries:
@@ -72,18 +74,15 @@ class Source:
         count, cols = (1, entry.shape[0]) if len(entry.shape) == 1 else (entry.shape[0], math.prod(entry.shape[1:]))
         stop = count if stop is None else min(stop, count)
         dtype = DTYPES[entry.dtype]
-        try:
-            with open(entry.path, "rb", buffering=0) as file:
-                file.seek(entry.start + start * cols * dtype.itemsize)
-                out = np.empty((stop - start, cols), dtype)
-                view = memoryview(out).cast("B")
-                while view.nbytes:
-                    got = file.readinto(view)
-                    if not got:
-                        raise ModelError(f"{entry.path}: ends inside tensor {name}")
-                    view = view[got:]
-        except OSError as error:
-            raise StorageError(f"{entry.path}: cannot read tensor {name}: {error.strerror}") from None
+        out = np.empty((stop - start, cols), dtype)
+        view = memoryview(out).cast("B")
+        with storage_errors(entry.path), open(entry.path, "rb", buffering=0) as file:
+            file.seek(entry.start + start * cols * dtype.itemsize)
+            while view.nbytes:
+                got = file.readinto(view)
+                if not got:
+                    raise ModelError(f"{entry.path}: ends inside tensor {name}")
+                view = view[got:]
         return out
 
     def _check_index(self) -> None:
@@ -114,29 +113,20 @@ def _find_files(directory: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        good = all(isinstance(k, str) and isinstance(v, str) and Path(v).name == v for k, v in names.items())
-    except OSError as error:
-        raise StorageError(f"{index}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        good = False
-    if not good:
+    names = read_object(index, ModelError).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):
         raise ModelError(f"{index}: expected an object weight_map of tensor names and file names of this directory")
     return names
 
 
 def read_header(path: Path) -> list[Entry]:
     """The tensor table of one safetensors file. Raises `ModelError` when it does not fit the file."""
-    try:
+    with storage_errors(path), open(path, "rb") as file:
         size = path.stat().st_size
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _HEADER_LIMIT):
-                raise ModelError(f"{path}: not a safetensors file: header of {length} bytes in a file of {size} bytes")
-            header = file.read(length)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from None
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise ModelError(f"{path}: not a safetensors file: header of {length} bytes in a file of {size} bytes")
+        header = file.read(length)
     try:
         table = json.loads(header)
         table.pop("__metadata__", None)
@@ -172,7 +162,7 @@ class ContainerSource(Source):
         self.files = [box.dir / "config.json"]
         self._open_file: tuple[str, dict[str, Tensor]] = ("", {})
         for file in box.files:
-            self.files += box.stored(file)
+            self.files += box.find(file)
             for tensor in box.read(file).tensors.values():
                 if tensor.scale is not None:
                     raise ContainerError(

@@ -64,9 +64,6 @@ def _fault(path: Path, error: ColibriError) -> Fault:
 
 def _file_faults(box: Container, name: str) -> Iterator[Fault]:
     path, specs = box.dir / name, box.files[name]
-    if not box.stored(name):
-        yield Fault(str(path), "a file", "nothing")
-        return
     try:
         file = box.read(name)
         if file.header.version:

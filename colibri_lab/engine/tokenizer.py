@@ -18,6 +18,7 @@ import tokenizers  # noqa: E402
 from jinja2.ext import Extension, loopcontrols  # noqa: E402
 from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
 
+from ..checkpoint.files import read_object  # noqa: E402
 from ..errors import TokenizerError  # noqa: E402
 
 _OTHER_KINDS = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
@@ -125,15 +126,7 @@ class Tokenizer:
 
     def _read_json(self, name: str) -> dict:
         path = self.dir / name
-        if not path.exists():
-            return {}
-        try:
-            data = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise TokenizerError(f"{path}: {error}") from None
-        if not isinstance(data, dict):
-            raise TokenizerError(f"{path}: expected an object, found {type(data).__name__}")
-        return data
+        return read_object(path, TokenizerError) if path.exists() else {}
 
     def _find_template(self) -> str | None:
         """chat_template.jinja, else the one in tokenizer_config.json: a string, or a list with one named "default"."""
