@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from colibri_lab.errors import StorageError, TraceError
 from colibri_lab.trace import Trace
 from colibri_lab.trace.table import PAD, new_header
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def small(**header) -> Trace:
