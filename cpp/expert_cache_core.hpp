@@ -27,6 +27,9 @@ struct CacheSettings {
     int64_t capacity_bytes = 0;    // instead of slots, when > 0
     std::vector<int64_t> block_bytes;  // (layers,), needed with capacity_bytes
 
+    Admission admits() const {  // some policies are a rule of admission as well
+        return policy == "static-pin" ? Admission::never : policy == "belady-bypass" ? Admission::bypass : admission;
+    }
     int pools() const { return global ? 1 : layers; }
     // Bytes are the unit only where blocks of different sizes share a pool.
     bool by_bytes() const { return capacity_bytes > 0 && global; }
@@ -75,20 +78,22 @@ private:
 
 template <class P> class CacheCore {
 public:
-    // `make(setup)` builds the policy of one pool.
+    // `make(setup, pool)` builds the policy of one pool.
     template <class Make> CacheCore(const CacheSettings& s, Make&& make) : s_(s), tally_(s.layers * 2) {
         for (int p = 0; p < s.pools(); ++p) {
             PolicySetup setup;
             setup.ids = s.global ? s.layers * s.blocks : s.blocks;
             setup.slots = s.slots_of(p);
             setup.blocks = s.blocks;
+            setup.first_layer = p;
             setup.seed = s.seed * 1000003 + p;
             setup.params = s.params;
             std::vector<int64_t> cost;
             if (s.by_bytes())
                 for (int id = 0; id < setup.ids; ++id) cost.push_back(s.block_bytes[id / s.blocks]);
             pools_.emplace_back(make(setup, p), setup.ids, s.by_bytes() ? s.capacity_bytes : setup.slots, setup.slots,
-                                s.admission, std::move(cost));
+                                s.admits(), std::move(cost));
+            refuse_unread(s.policy, setup);
         }
     }
 

@@ -16,7 +16,7 @@ public:
         for (int l = 0; l < int(size_.size()); ++l) node_[ids_ + l] = {ids_ + l, ids_ + l}, size_[l] = 0;
         list_.assign(list_.size(), none);
     }
-    static constexpr int8_t none = -1;
+    static constexpr int16_t none = -1;
     int list(int id) const { return list_[id]; }      // `none` when in no list
     int size(int l = 0) const { return size_[l]; }
     int back(int l = 0) const { return node_[ids_ + l].prev; }  // end(l) when the list is empty
@@ -25,7 +25,7 @@ public:
 
     void push_front(int id, int l = 0) {
         link(id, l);
-        list_[id] = int8_t(l);
+        list_[id] = int16_t(l);
         ++size_[l];
     }
     void remove(int id) {
@@ -61,7 +61,7 @@ private:
     }
     int ids_;
     std::vector<Node> node_;
-    std::vector<int8_t> list_;
+    std::vector<int16_t> list_;
     std::vector<int32_t> size_;
 };
 

@@ -14,8 +14,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace colibri {
@@ -47,13 +49,17 @@ private:
 struct PolicySetup {
     int ids = 0;      // blocks of the pool
     int slots = 1;    // blocks that may stay
-    int blocks = 1;   // blocks per layer; layer of a block = id / blocks
+    int blocks = 1;   // blocks per layer; layer of a block = first_layer + id / blocks
+    int first_layer = 0;
     uint64_t seed = 0;
     std::map<std::string, double> params;
     const std::vector<int32_t>* future = nullptr;  // block at each position of the pool's future (Belady)
 
+    mutable std::set<std::string> read;            // parameters that a policy asked for
+
     // Parameter `name`, or its default. Raises std::invalid_argument outside [low, high].
     double param(const std::string& name, double fallback, double low, double high) const {
+        read.insert(name);
         auto found = params.find(name);
         double value = found == params.end() ? fallback : found->second;
         if (!(value >= low && value <= high))
@@ -89,9 +95,9 @@ private:
 // Any policy behind virtual calls: what the live engine holds, so that its kernel compiles once and not once a policy.
 class AnyPolicy {
 public:
-    template <class P> static AnyPolicy of(const PolicySetup& setup) {
+    template <class P, class... Args> static AnyPolicy of(Args&&... args) {
         AnyPolicy any;
-        any.held_ = std::make_unique<Held<P>>(setup);
+        any.held_ = std::make_unique<Held<P>>(std::forward<Args>(args)...);
         return any;
     }
     void clear() { held_->clear(); }
@@ -115,7 +121,7 @@ private:
     };
     template <class P> struct Held final : Base {
         P policy;
-        explicit Held(const PolicySetup& setup) : policy(setup) {}
+        template <class... Args> explicit Held(Args&&... args) : policy(std::forward<Args>(args)...) {}
         void clear() override { policy.clear(); }
         void resize(int slots) override { policy.resize(slots); }
         void miss(const Access& a) override { policy.miss(a); }

@@ -1,0 +1,103 @@
+// belady: the block whose next use is furthest away leaves; needs the future, so it is a bound and not a policy.
+//   hit(x), insert(x): next[x] = position of the next request for x
+//   victim:            a block never used again, lowest id first; else max of next
+// belady-bypass is the same rule under bypass admission: after an event the blocks with the nearest next uses stay. It is the
+// only bound that holds for every policy (equal block sizes, atomic contract).
+// Resident blocks are bits at the position of their next use, in words of words (64-ary tree), so a choice costs a few
+// instructions. L. A. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", 1966.
+#pragma once
+#include "policy.hpp"
+
+namespace colibri {
+
+// A set of integers below n; largest(), smallest() and neighbours in O(log64 n).
+class BitTree {
+public:
+    explicit BitTree(int64_t n) {
+        do {
+            n = (n + 63) / 64;
+            levels_.emplace_back(size_t(n > 0 ? n : 1), 0);
+        } while (n > 1);
+    }
+    bool empty() const { return levels_.back()[0] == 0; }
+    void add(int64_t x) {
+        for (auto& level : levels_) {
+            uint64_t& word = level[x >> 6];
+            bool had = word != 0;
+            word |= 1ull << (x & 63);
+            if (had) return;
+            x >>= 6;
+        }
+    }
+    void remove(int64_t x) {
+        for (auto& level : levels_) {
+            uint64_t& word = level[x >> 6];
+            word &= ~(1ull << (x & 63));
+            if (word) return;
+            x >>= 6;
+        }
+    }
+    int64_t largest() const { return descend_high(int(levels_.size()) - 1, 0); }
+    // Largest member below x, or -1.
+    int64_t below(int64_t x) const {
+        for (int l = 0; l < int(levels_.size()); ++l, x >>= 6) {
+            uint64_t rest = levels_[l][x >> 6] & ((1ull << (x & 63)) - 1);
+            if (rest) return descend_high(l - 1, (x & ~int64_t(63)) + 63 - __builtin_clzll(rest));
+        }
+        return -1;
+    }
+    void clear() {
+        for (auto& level : levels_) level.assign(level.size(), 0);
+    }
+
+private:
+    int64_t descend_high(int level, int64_t x) const {
+        for (; level >= 0; --level) x = x * 64 + 63 - __builtin_clzll(levels_[level][x]);
+        return x;
+    }
+    std::vector<std::vector<uint64_t>> levels_;
+};
+
+class Belady {
+public:
+    explicit Belady(const PolicySetup& setup)
+        : future_(known(setup)), ids_(setup.ids), waiting_(int64_t(future_.size())), dead_(setup.ids), next_(setup.ids) {}
+    void clear() { waiting_.clear(), dead_.clear(); }
+    void resize(int) {}
+    void miss(const Access&) {}
+    int victim(const Pins& pins) const {
+        if (!dead_.empty())
+            for (int64_t x = dead_.largest(); x >= 0; x = dead_.below(x))
+                if (int id = ids_ - 1 - int(x); !pins(id)) return id;
+        int64_t position = waiting_.largest();
+        while (pins(future_[position])) position = waiting_.below(position);
+        return future_[position];
+    }
+    void evict(int id) {
+        if (next_[id] == never) dead_.remove(ids_ - 1 - id);
+        else waiting_.remove(next_[id]);
+    }
+    void insert(const Access& a) {
+        next_[a.id] = a.next;
+        if (a.next == never) dead_.add(ids_ - 1 - a.id);
+        else waiting_.add(a.next);
+    }
+    void hit(const Access& a) {
+        evict(a.id);
+        insert(a);
+    }
+
+private:
+    static const std::vector<int32_t>& known(const PolicySetup& setup) {
+        if (!setup.future)
+            throw std::invalid_argument("policy belady must know the future: replay a trace, or give the cache one");
+        return *setup.future;
+    }
+    const std::vector<int32_t>& future_;  // block at each position
+    int ids_;
+    BitTree waiting_;  // positions of next uses
+    BitTree dead_;     // ids_ - 1 - id of blocks never used again, so that the lowest id is the largest
+    std::vector<int32_t> next_;
+};
+
+}  // namespace colibri

@@ -1,0 +1,46 @@
+// lfu-aged: uses count less the longer ago they are.
+//   hit(x), insert(x): mass[x] = mass[x] * 2^(-passes since its last use / half_life) + 1
+//   evict(x):          mass[x] is kept
+//   victim:            min of mass[x] as decayed by now; ties by id
+// gate-weighted: the same with the router's weight instead of 1: decayed probability mass.
+// All masses decay alike, so log2(mass at last use) + last pass / half_life orders blocks the same way at every time.
+// half_life is in forward passes (tokens while decoding).
+#pragma once
+#include <cmath>
+
+#include "heap.hpp"
+
+namespace colibri {
+
+template <bool by_gate> class DecayedMass {
+public:
+    explicit DecayedMass(const PolicySetup& setup)
+        : heap_(setup.ids), mass_(setup.ids), last_(setup.ids), half_life_(setup.param("half_life", 16, 1e-3, 1e9)) {}
+    void clear() {
+        heap_.clear();
+        mass_.assign(mass_.size(), 0);
+    }
+    void resize(int) {}
+    void miss(const Access&) {}
+    int victim(const Pins& pins) { return heap_.smallest(pins); }
+    void evict(int id) { heap_.remove(id); }
+    void insert(const Access& a) { heap_.push(a.id, use(a)); }
+    void hit(const Access& a) { heap_.change(a.id, use(a)); }
+
+private:
+    double use(const Access& a) {
+        double decay = std::exp2(-double(a.pass - last_[a.id]) / half_life_);
+        mass_[a.id] = mass_[a.id] * decay + (by_gate ? a.gate : 1.0);
+        last_[a.id] = a.pass;
+        return std::log2(mass_[a.id]) + double(a.pass) / half_life_;
+    }
+    Heap<double> heap_;
+    std::vector<double> mass_;
+    std::vector<int64_t> last_;
+    double half_life_;
+};
+
+using LfuAged = DecayedMass<false>;
+using GateWeighted = DecayedMass<true>;
+
+}  // namespace colibri
