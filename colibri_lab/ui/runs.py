@@ -114,15 +114,21 @@ class MonitorRun:
         return 1e3 * len(d) / d.wall_ms.sum() if len(d) and d.wall_ms.sum() > 0 else None
 
     def new_experts_per_token(self) -> float | None:
-        """Experts per decoded token that no earlier step showed in memory: misses that no cache size avoids."""
+        """At least so many experts per decoded token were met for the first time: misses that no cache avoids.
+
+        The residency shows only what stayed in memory, so experts that passed through while the prompt was read are
+        taken off. None before the first decoded token.
+        """
         if not len(self.decode):
             return None
-        seen, new = np.zeros(self.residency[0].shape, bool), 0
+        seen, new, unseen = np.zeros(self.residency[0].shape, bool), 0, 0
         for step, now in zip(self.steps, self.residency, strict=False):
             if step.phase == "decode":
                 new += int(((now == USED) & ~seen).sum())
+            else:
+                unseen += max(0, step.hits + step.misses - int((now == USED).sum()))
             seen |= now > 0
-        return new / len(self.decode)
+        return max(0, new - unseen) / len(self.decode)
 
 
 def summary_row(run: MonitorRun) -> dict:
@@ -165,7 +171,9 @@ def verdict(run: MonitorRun) -> str:
     start = f"{run.label}: {misses:.1f} misses per token cost {wait:.2g} of {wall:.2g} ms"
     new = run.new_experts_per_token()
     if new is not None and new >= 0.8 * misses:
-        return f"{start}; {100 * new / misses:.0f} % of them are experts never seen before, which no cache size avoids."
+        return (
+            f"{start}; {100 * new / misses:.0f} % of them met their expert for the first time, which no cache avoids."
+        )
     if wait >= 0.1 * wall:
         bound = 1e3 / (wall - wait) if wall > wait else float("inf")
         return (
@@ -184,11 +192,9 @@ def comparison(run: MonitorRun, kept: MonitorRun | None) -> str:
     """One sentence against the kept run, empty without one: misses, speed, and whether the tokens agree."""
     if kept is None or kept is run or not len(run.decode) or not len(kept.decode):
         return ""
-    ratio = run.decode_tokens_per_s / kept.decode_tokens_per_s
-    faster = f"{ratio:.2f} × its speed (one run each)"
-    text = (
-        f"Kept run, {kept.label}: {kept.misses_per_token:.1f} → {run.misses_per_token:.1f} misses per token, {faster}"
-    )
+    before, after = (float(np.median(r.decode.wall_ms)) for r in (kept, run))
+    misses = f"{kept.misses_per_token:.1f} → {run.misses_per_token:.1f} misses"
+    text = f"Kept run, {kept.label}: {misses} and median {before:.2g} → {after:.2g} ms per token (one run each)"
     same = run.prompt == kept.prompt and run.job.generate == kept.job.generate
     if not same:
         return text + "; prompt or sampling differ."

@@ -138,8 +138,8 @@ class RunMonitor(W.VBox):
         """The run on show, or the one that Start would make, as a CLI line and as Python."""
         with self._lock:
             job = self.run.job if self.run else self._wanted()
-        path, settings = str(self.lab.path), dict(self.lab.settings)
-        return f"{cli_line(path, job, settings)}\n\n{python_lines(path, job, settings)}"
+        model, settings = _model_argument(self.lab), dict(self.lab.settings)
+        return f"{cli_line(model, job, settings)}\n\n{python_lines(model, job, settings)}"
 
     def png(self, path: str | Path | None = None) -> plots.Picture:
         """The view as a static picture with its verdict, written to `path` if given. `ColibriError` before any run."""
@@ -160,6 +160,7 @@ class RunMonitor(W.VBox):
     def begun(self, job: Job) -> None:
         with self._lock:
             self.error = None
+            self._top_ms = frames.latency_top(self.kept)
             self._enter("running", "reading the prompt …")
 
     def stepped(self, run: MonitorRun) -> None:
@@ -322,7 +323,7 @@ class RunMonitor(W.VBox):
             self._painted = (run, count)
             kept = None if self.kept is run else self.kept
             source, empty = ([], EMPTY) if run is None else (run, "")
-            self._top_ms = max(self._top_ms, frames.latency_top(source, kept)) if run else 0.0
+            self._top_ms = max(self._top_ms, frames.latency_top(source, kept))
             tokens = (run.job.generate["max_tokens"] if run else self.tokens.value) - 1
             step = self._follow(count)
             token = None if run is None else run.token_at(step)
@@ -372,7 +373,7 @@ class RunMonitor(W.VBox):
     def _title(self, run: MonitorRun | None) -> str:
         s = run.settings if run else self.lab.settings
         where = "slots in all" if s.get("scope") == "global" else "slots per layer"
-        parts = [Path(self.lab.path).name, f"{s['expert_cache_slots']} {where}", s["policy"]]
+        parts = [self.lab.name, f"{s['expert_cache_slots']} {where}", s["policy"]]
         parts += [f"{s['threads']} threads"] if s.get("threads") else []
         parts += [s["storage"]] if s.get("storage") else []
         return " · ".join([*parts, "cold start"])
@@ -380,6 +381,12 @@ class RunMonitor(W.VBox):
     def _memory_html(self) -> str:
         layers, scope = len(self.lab.config.moe_layers), self.lab.settings.get("scope", "layer")
         return f"<p>{memory_text(self.slots.value, self.lab.slot_bytes, layers, scope)}</p>"
+
+
+def _model_argument(lab) -> str:
+    """What to give `cl.open` for this model: its name when it is the converted copy of a checkpoint, else its path."""
+    path = Path(lab.path)
+    return lab.name if path.parent.name == "containers" else str(path)
 
 
 def _counters_html(run: MonitorRun | None, runs: list[MonitorRun]) -> str:

@@ -20,8 +20,10 @@ class FakeLab:
 
     slot_bytes = 147_456
 
-    def __init__(self, slots: int = 8, policy: str = "lru", step_s: float = 0.0, fail_at: int | None = None, **settings):
-        self.path = Path("data/colibri-tiny")
+    def __init__(
+        self, slots: int = 8, policy: str = "lru", step_s: float = 0.0, fail_at: int | None = None, **settings
+    ):
+        self.path, self.name = Path("/somewhere/containers/colibri-tiny-0123"), "colibri-tiny"
         self.config = ModelConfig(
             family="glm4_moe", vocab_size=4096, hidden_size=192, num_layers=7, num_heads=6, num_kv_heads=2, head_dim=32,
             num_experts=32, top_k=4, expert_intermediate_size=128, ffn=("dense",) + ("moe",) * 6, windows=(None,) * 7,
@@ -50,7 +52,7 @@ class FakeLab:
         out = np.zeros((6, 32), np.uint8)
         for layer, order in enumerate(self._order):
             out[layer, order] = 1
-        out[self._used] = 2
+        out[self._used & (out > 0)] = 2
         return out
 
     def stream(self, prompt: str, **generate):
