@@ -27,7 +27,7 @@ JUPYTER := $(if $(SCREEN),,--no-browser) $(if $(filter 0,$(shell id -u)),--allow
 lab: preflight $(VENV)/lab.stamp
 	@$(RUN) -m colibri_lab kernels build
 	@$(RUN) -m colibri_lab run --model $(MODEL) --validate
-	@$(RUN) -m jupyterlab $(JUPYTER) $(NOTEBOOK) $(ARGS)
+	@$(RUN) -m jupyterlab $(JUPYTER) --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(ARGS)
 
 test: preflight-test $(VENV)/test.stamp
 	@$(RUN) -m colibri_lab kernels build
