@@ -13,7 +13,7 @@ import pandas as pd
 
 from . import machine
 from .checkpoint.container import Container
-from .config import resolve
+from .config import SETTINGS, resolve
 from .engine.engine import Engine
 from .engine.generate import Run, fit_prompt, stream
 from .engine.tokenizer import Tokenizer
@@ -113,8 +113,8 @@ class Lab:
     def configure(self, **settings) -> None:
         """Change settings of scope "open" while the model stays open; the expert cache starts cold."""
         with self._exclusive():
-            given = resolve({**self.settings, **settings}, "open")
-            given["allow_fp32"] = self.settings["allow_fp32"]
+            known = {name: value for name, value in self.settings.items() if name in SETTINGS}
+            given = resolve({**known, **settings}, "open")
             if settings.get("scope", self.settings["scope"]) != self.settings["scope"] and "expert_cache_slots" not in settings:
                 given["expert_cache_slots"] = None
             effective = _effective(given, self.container)

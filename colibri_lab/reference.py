@@ -227,7 +227,7 @@ def check_storage(module) -> Iterator[Case]:
         for mode in ("mmap", "pread"):
             memory = np.zeros((3, 8192), np.uint8)
             loader = module.BlockLoader([str(path)] * 3, offsets, sizes, mode, 2, memory)
-            faults = loader.wait([loader.submit(i, 2 - i) for i in range(3)])
+            faults = loader.wait(loader.submit([0, 1, 2], [2, 1, 0]))
             for i, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
                 wrong = (memory[2 - i, :size] != content[start : start + size]).sum() + memory[2 - i, size:].any()
                 yield f"{mode}, {size} bytes at {start}", float(wrong + len(faults)), 0.0

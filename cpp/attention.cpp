@@ -25,7 +25,7 @@ NB_MODULE(attention, m) {
         expect_threads(threads);
         KvCache kv{k.data(), v.data(), pages.data(), int(page_size), int(kv_heads), int(k.shape(3))};
         without_gil([&] { attend(q.data(), kv, int(tokens), int(heads), past, window, scale, out.data(), threads); });
-    }, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("pages"), nb::arg("past"), nb::arg("window"), nb::arg("scale"), nb::arg("out"), nb::arg("threads") = 1,
+    }, array("q"), array("k"), array("v"), array("pages"), nb::arg("past"), nb::arg("window"), nb::arg("scale"), array("out"), nb::arg("threads") = 1,
           "out, q (tokens, heads, head_dim) f32; k, v (pages, page_size, kv_heads, head_dim) f32; pages (n,) i32 page table.\n"
           "Token t stands at position past + t and sees the last `window` keys including itself (0: all).");
     m.def("rotate", [](Array<float, 3> x, Array<const float, 2> cos, Array<const float, 2> sin, bool interleaved) {
@@ -34,7 +34,7 @@ NB_MODULE(attention, m) {
         expect_size("sin.shape[1]", sin.shape(1), cos.shape(1), "columns of cos");
         expect(2 * cos.shape(1) <= x.shape(2), "cos has " + std::to_string(cos.shape(1)) + " columns, head_dim is only " + std::to_string(x.shape(2)));
         without_gil([&] { rotate(x.data(), cos.data(), sin.data(), int(x.shape(0)), int(x.shape(1)), int(x.shape(2)), int(2 * cos.shape(1)), interleaved); });
-    }, nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("interleaved") = false,
+    }, array("x"), array("cos"), array("sin"), nb::arg("interleaved") = false,
           "Rotary embedding in place: x (tokens, heads, head_dim), cos and sin (tokens, dims / 2), float32.");
 }
 

@@ -69,8 +69,8 @@ static void run_experts(Array<const float, 2> x, Array<const uint8_t, 2> memory,
 NB_MODULE(ffn, m) {
     bind_pool(m);
     m.attr("simd") = kSimdPath;
-    m.def("experts", run_experts, nb::arg("x"), nb::arg("memory"), nb::arg("buffers"), nb::arg("experts"), nb::arg("descriptors"),
-          nb::arg("factors"), nb::arg("offsets"), nb::arg("token_of"), nb::arg("hidden"), nb::arg("out"), nb::arg("threads") = 1,
+    m.def("experts", run_experts, array("x"), array("memory"), array("buffers"), array("experts"), array("descriptors"),
+          array("factors"), array("offsets"), array("token_of"), array("hidden"), array("out"), nb::arg("threads") = 1,
           nb::arg("block_size") = 64, nb::arg("exact") = true,
           "out[r] = down(silu(gate x) * up x) for bucket rows r. x (tokens, hidden) f32; memory (buffers, bytes) u8; buffers and\n"
           "experts (active,) i32; descriptors (E, 3, 6) i64 and factors (E, 3) f32 for gate, up, down; offsets (active + 1,) and\n"
@@ -84,7 +84,7 @@ NB_MODULE(ffn, m) {
         for (size_t i = 0; i < tokens * k; ++i)
             expect(row_of.data()[i] < static_cast<int64_t>(rows.shape(0)), "row_of has " + std::to_string(row_of.data()[i]) + ", rows has " + std::to_string(rows.shape(0)));
         without_gil([&] { combine(rows.data(), row_of.data(), weights.data(), int(tokens), int(k), int(rows.shape(1)), y.data(), threads); });
-    }, nb::arg("rows"), nb::arg("row_of"), nb::arg("weights"), nb::arg("y"), nb::arg("threads") = 1,
+    }, array("rows"), array("row_of"), array("weights"), array("y"), nb::arg("threads") = 1,
           "y[t] = sum over rank of weights[t, rank] * rows[row_of[t, rank]], in rank order; row_of -1 is left out.");
     m.def("fill_buckets", [](Array<const int32_t, 2> local, Array<int32_t, 1> offsets, Array<int32_t, 1> token_of, Array<int32_t, 2> row_of, Array<int32_t, 1> cursor, int active) {
         size_t tokens = local.shape(0), k = local.shape(1);
@@ -94,7 +94,7 @@ NB_MODULE(ffn, m) {
         for (size_t i = 0; i < tokens * k; ++i)
             expect(local.data()[i] < active, "local has " + std::to_string(local.data()[i]) + ", only " + std::to_string(active) + " experts are active");
         return fill_buckets(local.data(), int(tokens), int(k), active, offsets.data(), token_of.data(), row_of.data(), cursor.data());
-    }, nb::arg("local"), nb::arg("offsets"), nb::arg("token_of"), nb::arg("row_of"), nb::arg("cursor"), nb::arg("active"),
+    }, array("local"), array("offsets"), array("token_of"), array("row_of"), array("cursor"), nb::arg("active"),
           "Bucket (token, rank) assignments by active expert, keeping token order; returns the number of rows.");
     m.def("silu", [](Array<const float, 1> x, Array<float, 1> out, bool exact) {
         expect_size("out.shape[0]", out.shape(0), x.shape(0), "length of x");
@@ -105,7 +105,7 @@ NB_MODULE(ffn, m) {
             std::copy(x.data() + i, x.data() + i + count, lanes);
             store_rows(out.data() + i, silu(load(lanes), exact), count);
         }
-    }, nb::arg("x"), nb::arg("out"), nb::arg("exact") = true, "out = x * sigmoid(x); exact, or polynomial with error below 1e-4 in the sigmoid.");
+    }, array("x"), array("out"), nb::arg("exact") = true, "out = x * sigmoid(x); exact, or polynomial with error below 1e-4 in the sigmoid.");
 }
 
 /*

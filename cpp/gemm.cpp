@@ -33,7 +33,7 @@ NB_MODULE(gemm, m) {
                          threads, block_size);
               });
           },
-          nb::arg("x"), nb::arg("base"), nb::arg("descriptor"), nb::arg("factor"), nb::arg("bias").none(), nb::arg("out"),
+          array("x"), array("base"), array("descriptor"), nb::arg("factor"), array("bias").none(), array("out"),
           nb::arg("threads") = 1, nb::arg("block_size") = 64,
           "out (tokens, rows) = x (tokens, cols) . W^T (+ bias). W lies in `base` (uint8) as `descriptor` says: int64\n"
           "(rows, cols, format, data offset, scale offset, zero offset); layout rows16. Raises ValueError on any mismatch.");

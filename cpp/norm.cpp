@@ -15,7 +15,7 @@ NB_MODULE(norm, m) {
         expect(eps >= 0, "eps must not be negative, got " + std::to_string(eps));
         expect_threads(threads);
         without_gil([&] { rms_norm(x.data(), weight.data(), int(x.shape(0)), int(x.shape(1)), eps, out.data(), threads); });
-    }, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("threads") = 1,
+    }, array("x"), array("weight"), nb::arg("eps"), array("out"), nb::arg("threads") = 1,
           "out (rows, n) = x * weight / sqrt(mean(x^2) + eps) per row, float32; out may be x.");
 }
 

@@ -28,8 +28,8 @@ static void run_route(Array<const float, 2> logits, int kind, std::optional<Arra
 
 NB_MODULE(router, m) {
     bind_pool(m);
-    m.def("route", run_route, nb::arg("logits"), nb::arg("kind"), nb::arg("bias").none(), nb::arg("groups"), nb::arg("top_groups"),
-          nb::arg("renormalise"), nb::arg("scale"), nb::arg("ids"), nb::arg("weights"), nb::arg("threads") = 1,
+    m.def("route", run_route, array("logits"), nb::arg("kind"), array("bias").none(), nb::arg("groups"), nb::arg("top_groups"),
+          nb::arg("renormalise"), nb::arg("scale"), array("ids"), array("weights"), nb::arg("threads") = 1,
           "logits (tokens, experts) f32 -> ids (tokens, k) u16 in router order and weights (tokens, k) f32. kind: 0 softmax,\n"
           "1 topk_softmax, 2 sigmoid_group. bias (experts,) chooses but never weighs. Raises ValueError on bad shapes or NaN.");
 }

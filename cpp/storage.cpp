@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <numeric>
 
 #include "include/binding.hpp"
 
@@ -30,10 +31,18 @@ class BlockLoader {
         loader_ = std::make_unique<Loader>(std::move(files), mode == "mmap" ? ReadMode::mmap : ReadMode::pread, lanes);
     }
 
-    int64_t submit(int file, int buffer) {
-        expect(file >= 0 && static_cast<size_t>(file) < loader_->files().size(), "file " + std::to_string(file) + " of " + std::to_string(loader_->files().size()) + " does not exist");
-        expect(buffer >= 0 && static_cast<size_t>(buffer) < memory_.shape(0), "buffer " + std::to_string(buffer) + " of " + std::to_string(memory_.shape(0)) + " does not exist");
-        return loader_->submit(file, memory_.data() + static_cast<size_t>(buffer) * memory_.shape(1));
+    std::vector<int64_t> submit(const std::vector<int>& files, const std::vector<int>& buffers) {
+        expect_size("buffers", buffers.size(), files.size(), "one per file");
+        std::vector<std::pair<int, uint8_t*>> reads;
+        for (size_t i = 0; i < files.size(); ++i) {
+            int file = files[i], buffer = buffers[i];
+            expect(file >= 0 && static_cast<size_t>(file) < loader_->files().size(), "file " + std::to_string(file) + " of " + std::to_string(loader_->files().size()) + " does not exist");
+            expect(buffer >= 0 && static_cast<size_t>(buffer) < memory_.shape(0), "buffer " + std::to_string(buffer) + " of " + std::to_string(memory_.shape(0)) + " does not exist");
+            reads.push_back({file, memory_.data() + static_cast<size_t>(buffer) * memory_.shape(1)});
+        }
+        std::vector<int64_t> tickets(files.size());
+        std::iota(tickets.begin(), tickets.end(), loader_->submit(reads));
+        return tickets;
     }
 
     // Waits for every ticket; returns the faults. Ctrl-C raises after the reads in flight have landed, so no buffer is
@@ -86,9 +95,9 @@ class BlockLoader {
 NB_MODULE(storage, m) {
     nb::class_<BlockLoader>(m, "BlockLoader", "Loader threads for one model's expert blocks.")
         .def(nb::init<std::vector<std::string>, std::vector<int64_t>, std::vector<int64_t>, const std::string&, int, nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>>(),
-             nb::arg("paths"), nb::arg("offsets"), nb::arg("bytes"), nb::arg("mode"), nb::arg("lanes"), nb::arg("memory"),
+             nb::arg("paths"), nb::arg("offsets"), nb::arg("bytes"), nb::arg("mode"), nb::arg("lanes"), array("memory"),
              "File i holds its block at offsets[i], bytes[i] long. memory (buffers, buffer_bytes) u8 receives the blocks.")
-        .def("submit", &BlockLoader::submit, nb::arg("file"), nb::arg("buffer"), "Queue one read; returns its ticket.")
+        .def("submit", &BlockLoader::submit, nb::arg("files"), nb::arg("buffers"), "Queue reads in order; returns their tickets.")
         .def("wait", &BlockLoader::wait, nb::arg("tickets"), "Block until all are done; returns faults as 'path: reason'.")
         .def("drain", &BlockLoader::drain, "Wait until no read is queued or under way; faults are dropped.")
         .def("counters", &BlockLoader::counters, "loads, bytes_read and service_ns (summed over loader threads) so far.")

@@ -76,12 +76,17 @@ class Loader {
         for (auto& t : threads_) t.join();
     }
 
-    int64_t submit(int file, uint8_t* to) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        int64_t ticket = issued_++;
-        queue_.push_back({ticket, file, to});
-        wake_.notify_one();
-        return ticket;
+    // Queues reads in order; returns the first ticket, the others follow it.
+    int64_t submit(const std::vector<std::pair<int, uint8_t*>>& reads) {
+        int64_t first;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            first = issued_;
+            for (auto [file, to] : reads) queue_.push_back({issued_++, file, to});
+        }
+        if (reads.size() > 1) wake_.notify_all();
+        else wake_.notify_one();
+        return first;
     }
 
     // True once `ticket` is done, false after `patience`. Tickets finish out of order when there are several lanes.

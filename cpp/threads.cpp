@@ -23,7 +23,7 @@ NB_MODULE(threads, m) {
         double* to = out.data();
         int tasks = static_cast<int>(x.shape(0));
         without_gil([&] { parallel_for(tasks, threads, [&](int i) { to[i] = in[i] * in[i]; }); });
-    }, nb::arg("x"), nb::arg("out"), nb::arg("threads"), "out = x * x with one task per element: shows the pool at work.");
+    }, array("x"), array("out"), nb::arg("threads"), "out = x * x with one task per element: shows the pool at work.");
 }
 
 /*

@@ -27,41 +27,28 @@ class Lease:
 
     def __init__(self, cache: ExpertCache, layer: int, ids: np.ndarray, result):
         self.cache, self.layer = cache, layer
-        self.blocks, self.hit, self.slots = result.blocks, result.hit, result.slots
-        size = cache.block_size
-        experts = np.unique(ids)
-        place = np.empty(cache.blocks, np.int64)
-        place[result.blocks] = np.arange(len(result.blocks))
-        of = place[experts // size]  # each expert's place among the step's blocks
+        self.blocks, self.slots, self.hit = result.blocks.tolist(), result.slots.tolist(), result.hit.tolist()
 
         # Groups of blocks in computing order: residents; loads into free slots, a few at a time so that computing
         # starts early; then loads that need a buffer this step has used before.
-        resident = np.flatnonzero(result.hit)
-        loads = [(*load, late) for load, late in zip(result.loads.tolist(), result.late.tolist(), strict=True)]
-        early = [(b, slot) for b, slot, late in loads if slot >= 0 and not late]
-        rest = [(b, slot) for b, slot, late in loads if slot < 0 or late]
-        lanes, waves = cache.lanes, max(1, cache.transient_buffers)
-        self._groups = [early[i : i + lanes] for i in range(0, len(early), lanes)]
-        self._late_groups = [rest[i : i + waves] for i in range(0, len(rest), waves)]
+        loads = list(zip(result.loads.tolist(), result.late.tolist(), strict=True))
+        early = [index for (index, slot), late in loads if slot >= 0 and not late]
+        rest = [index for (index, slot), late in loads if slot < 0 or late]
+        lanes, wave = cache.lanes, max(1, cache.transient_buffers)
+        self._early = [early[i : i + lanes] for i in range(0, len(early), lanes)]
+        self._late = [rest[i : i + wave] for i in range(0, len(rest), wave)]
+        tickets = cache.load(layer, [self.blocks[i] for i in early], [self.slots[i] for i in early]) if early else []
+        self._tickets = [tickets[i : i + lanes] for i in range(0, len(early), lanes)]
 
-        rank = np.empty(len(result.blocks), np.int64)
-        order = [*resident, *(b for b, _ in early), *(b for b, _ in rest)]
-        rank[order] = np.arange(len(order))
-        self.experts = experts[np.argsort(rank[of], kind="stable")]
-        counts = np.bincount(rank[of], minlength=len(order))
-        self._ends = np.concatenate([[0], np.cumsum(counts)])  # experts before the n-th block of `order`
-        self._counts, self._done = counts, 0
-        self._buffers = np.full(len(self.experts), -1, np.int32)
-        for b in resident:
-            self._place_block(rank[b], int(result.slots[b]))
-        self._rank, self._resident_blocks = rank, len(resident)
-        self._tickets = [[cache.load(layer, int(self.blocks[b]), slot) for b, slot in group] for group in self._groups]
-        for group in self._groups:
-            for b, slot in group:
-                self._place_block(rank[b], slot)
-
-    def _place_block(self, rank: int, buffer: int) -> None:
-        self._buffers[self._ends[rank] : self._ends[rank + 1]] = buffer
+        members = _members(self.blocks, ids, cache.block_size)
+        resident = [i for i, hit in enumerate(self.hit) if hit]
+        experts, buffers, self._ends = [], [], [0]  # _ends[n]: experts in the first n blocks of computing order
+        for index in (*resident, *early, *rest):
+            experts += members[index]
+            buffers += [self.slots[index]] * len(members[index])
+            self._ends.append(len(experts))
+        self.experts, self._buffers = np.array(experts, np.int32), np.array(buffers, np.int32)
+        self._residents, self._done = len(resident), 0
 
     def _take(self, blocks: int) -> tuple[np.ndarray, int, int]:
         first, last = int(self._ends[self._done]), int(self._ends[self._done + blocks])
@@ -70,26 +57,37 @@ class Lease:
 
     def resident(self) -> tuple[np.ndarray, int, int]:
         """(buffers, first, last) of the experts that were in memory already."""
-        return self._take(self._resident_blocks)
+        return self._take(self._residents)
 
     @property
     def pending(self) -> bool:
-        return bool(self._groups or self._late_groups)
+        return bool(self._early or self._late)
 
     def wait(self) -> tuple[np.ndarray, int, int]:
         """Block until the next group is in memory; (buffers, first, last). Raises `StorageError` naming the file."""
-        if self._groups:
-            group, tickets = self._groups.pop(0), self._tickets.pop(0)
+        if self._early:
+            group, tickets = self._early.pop(0), self._tickets.pop(0)
         else:
-            group, tickets, transient = self._late_groups.pop(0), [], self.cache.first_transient
-            for b, slot in group:
-                buffer = slot
-                if slot < 0:
+            group, buffers, transient = self._late.pop(0), [], self.cache.first_transient
+            for at, index in enumerate(group, self._done):
+                buffer = self.slots[index]
+                if buffer < 0:
                     buffer, transient = transient, transient + 1
-                self._place_block(self._rank[b], buffer)
-                tickets.append(self.cache.load(self.layer, int(self.blocks[b]), buffer))
+                self._buffers[self._ends[at] : self._ends[at + 1]] = buffer
+                buffers.append(buffer)
+            tickets = self.cache.load(self.layer, [self.blocks[i] for i in group], buffers)
         self.cache.wait(tickets)
         return self._take(len(group))
+
+
+def _members(blocks: list[int], ids: np.ndarray, block_size: int) -> list[list[int]]:
+    """The experts of `ids` that each block holds, ascending."""
+    if block_size == 1:
+        return [[block] for block in blocks]
+    by_block: dict[int, list[int]] = {block: [] for block in blocks}
+    for expert in np.unique(ids).tolist():
+        by_block[expert // block_size].append(expert)
+    return list(by_block.values())
 
 
 class ExpertCache:
@@ -115,9 +113,9 @@ class ExpertCache:
         self._region = mmap.mmap(-1, buffers * self.slot_bytes)  # page-aligned; the system fills pages when touched
         self.memory = np.frombuffer(self._region, np.uint8).reshape(buffers, self.slot_bytes)
         headers = [container.block_layout(layer, b) for layer in self.layers for b in range(self.blocks)]
-        self._bytes = np.array([h.payload_bytes for h in headers], np.int64)
+        self._bytes = [h.payload_bytes for h in headers]
         self._loader = kernels.load("storage").BlockLoader(
-            [str(h.path) for h in headers], [h.payload_offset for h in headers], self._bytes.tolist(), settings["storage"],
+            [str(h.path) for h in headers], [h.payload_offset for h in headers], self._bytes, settings["storage"],
             self.lanes, self.memory,
         )  # fmt: skip
         self._core = kernels.load("expert_cache").ExpertCache(
@@ -135,16 +133,18 @@ class ExpertCache:
         blocks = ids.reshape(-1) if self.block_size == 1 else ids.reshape(-1) // np.uint16(self.block_size)
         result = self._core.step(layer, blocks, PHASES[phase], weights.reshape(-1))
         lease = Lease(self, layer, ids, result)
-        missed = result.blocks[result.hit == 0]
-        self.bytes_loaded[layer, PHASES[phase]] += self._bytes[layer * self.blocks + missed.astype(np.int64)].sum()
+        first = layer * self.blocks
+        self.bytes_loaded[layer, PHASES[phase]] += sum(
+            self._bytes[first + block] for block, hit in zip(lease.blocks, lease.hit, strict=True) if not hit
+        )
         if self._events is not None:
-            self._log(layer, ids, result)
+            self._log(lease, ids, result.victims.tolist())
         self._steps += 1
         return lease
 
-    def load(self, layer: int, block: int, buffer: int) -> int:
-        """Queue one read into a buffer; returns its ticket."""
-        return self._loader.submit(layer * self.blocks + block, buffer)
+    def load(self, layer: int, blocks: list[int], buffers: list[int]) -> list[int]:
+        """Queue reads of a layer's blocks into buffers; returns their tickets."""
+        return self._loader.submit([layer * self.blocks + block for block in blocks], buffers)
 
     def wait(self, tickets: list[int]) -> None:
         """Block until these reads are done. After a failed read the cache is emptied, since a slot holds rubbish."""
@@ -181,16 +181,11 @@ class ExpertCache:
         """(step, layer, expert, block, hit, slot, victim) per access, kept with log_level debug; else empty."""
         return self._events or []
 
-    def _log(self, layer: int, ids: np.ndarray, result) -> None:
-        victims = iter(result.victims.tolist())
-        victim_of = {}
-        for block, hit in zip(result.blocks.tolist(), result.hit.tolist(), strict=True):
-            victim_of[block] = None if hit else next(victims, None)
-        where = dict(zip(result.blocks.tolist(), zip(result.hit.tolist(), result.slots.tolist(), strict=True), strict=True))
-        for expert in dict.fromkeys(ids.reshape(-1).tolist()):
-            block = expert // self.block_size
-            hit, slot = where[block]
-            victim = victim_of[block]
-            self._events.append(
-                (self._steps, self.layers[layer], expert, block, bool(hit), slot, None if victim is None else tuple(victim[:2]))
-            )
+    def _log(self, lease: Lease, ids: np.ndarray, victims: list) -> None:
+        left = iter(victims)
+        members = _members(lease.blocks, ids, self.block_size)
+        for block, hit, slot, experts in zip(lease.blocks, lease.hit, lease.slots, members, strict=True):
+            victim = None if hit else next(left, None)
+            gone = None if victim is None else (self.layers[victim[0]], victim[1])
+            for expert in experts:
+                self._events.append((self._steps, self.layers[lease.layer], expert, block, bool(hit), slot, gone))

@@ -68,11 +68,12 @@ class RoutedExperts:
         self._experts, self._combine, self._fill = kernel.experts, kernel.combine, kernel.fill_buckets
 
     def bucket(self, x: np.ndarray, ids: np.ndarray, active: np.ndarray) -> None:
-        """Start a step. x (tokens, hidden); ids (tokens, k) uint16; active: its distinct experts in computing order."""
+        """Start a step. x (tokens, hidden); ids (tokens, k) uint16; active (n,) int32: its distinct experts in computing
+        order."""
         take, tokens, k = self.work.take, len(x), ids.shape[1]
         self._place[active] = np.arange(len(active), dtype=np.int32)
         local = np.take(self._place, ids, out=take("local", ids.shape, np.int32))
-        self.x, self.active = x, active.astype(np.int32)
+        self.x, self.active = x, active
         self.offsets = take("offsets", (len(active) + 1,), np.int32)
         self.token_of = take("token_of", (tokens * k,), np.int32)
         self.row_of = take("row_of", ids.shape, np.int32)

@@ -116,10 +116,9 @@ def stream(engine: Engine, tokenizer: Tokenizer, run: Run, stopping) -> Iterator
         ids, budget = fit_prompt(ids, s["max_tokens"], s["max_seq_len"])
         run.prompt_tokens = len(ids)
         chunks = [ids[i : i + s["prefill_chunk"]] for i in range(0, len(ids), s["prefill_chunk"])]
-        pending, phase = chunks, "prefill"
+        pending, phase, at = chunks, "prefill", before
         while True:
             chunk = pending.pop(0)
-            at = Counters(engine)
             logits = engine.forward(np.array(chunk, np.int64), phase)
             token, text = None, ""
             if not pending:
@@ -130,7 +129,9 @@ def stream(engine: Engine, tokenizer: Tokenizer, run: Run, stopping) -> Iterator
                     with recorder.stage("tokenize"):
                         text = decoder.add(token)
                     run.text += text
-            step = recorder.end(tokens=len(chunk), token=token, text=text, **at.since(engine))
+            now = Counters(engine)
+            step = recorder.end(tokens=len(chunk), token=token, text=text, **now.since(at))
+            at = now
             if token in stop_ids:
                 run.stop_reason = "eos"
             elif len(run.tokens) >= budget:
@@ -158,14 +159,13 @@ class Counters:
         self.bytes, self.service_s = cache.bytes_loaded.copy(), cache.load_service_s()
         self.event = len(cache.events)
 
-    def since(self, engine: Engine) -> dict:
-        """Step fields: what happened since."""
-        now = Counters(engine)
+    def since(self, before: Counters) -> dict:
+        """Step fields: what happened after `before`."""
         return dict(
-            hits=int((now.hits - self.hits).sum()),
-            misses=int((now.misses - self.misses).sum()),
-            bytes_loaded=int((now.bytes - self.bytes).sum()),
-            load_service_s=now.service_s - self.service_s,
+            hits=int(self.hits.sum() - before.hits.sum()),
+            misses=int(self.misses.sum() - before.misses.sum()),
+            bytes_loaded=int(self.bytes.sum() - before.bytes.sum()),
+            load_service_s=self.service_s - before.service_s,
         )
 
     def table(self, engine: Engine) -> pd.DataFrame:

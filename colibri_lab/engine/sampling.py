@@ -22,7 +22,9 @@ class Sampler:
         scaled = logits.astype(np.float64) / self.temperature
         p = np.exp(scaled - scaled.max())
         p /= p.sum()
-        order = np.argsort(-p, kind="stable")
+        # A token below an even share of the mass outside the nucleus cannot be in it: most need no sorting.
+        likely = np.flatnonzero(p >= (1 - self.top_p) / len(p))
+        order = likely[np.argsort(-p[likely], kind="stable")]
         mass = np.cumsum(p[order])
         kept = order[: int(np.searchsorted(mass, self.top_p)) + 1]  # the first token that reaches top_p is the last kept
         return int(kept[np.searchsorted(np.cumsum(p[kept]), self._random.random() * p[kept].sum(), side="right")])
