@@ -38,7 +38,7 @@ def record_transformers(model, config=None, **header) -> Iterator[TraceRecorder]
         "engine": "transformers",
         "capture": "record_transformers",
         "num_experts": _attribute(hf, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-        "ranked": config is not None,
+        "ranked": None,
         **header,
     })  # fmt: skip
     run = _Run(recorder, None if config is None else model_config(config))
