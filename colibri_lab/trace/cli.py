@@ -1,0 +1,232 @@
+"""The commands about traces: `trace info|convert|cut|concat`, `replay`, `curve`, `locality`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..cli import command, count, print_json
+from ..errors import StorageError
+
+PHASES = ("all", "decode", "prefill")
+
+
+def add_commands(commands) -> None:
+    """Add every trace command to `commands`, the sub-parsers of the main command line."""
+    group = command(commands, "trace", None, "inspect, convert, cut and join routing traces")
+    actions = group.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    p = command(actions, "info", info, "what a trace holds and what cannot be computed from it")
+    p.add_argument("traces", nargs="+", metavar="FILE", help="trace files of any known format")
+    _add_import(p)
+    p.add_argument("--json", action="store_true", help="print one JSON object per file, in a list")
+
+    p = command(actions, "convert", convert, "write a trace as our parquet, or for libCacheSim")
+    _add_input(p)
+    _add_output(p)
+    p.add_argument("--to", choices=("parquet", "oracle-general"), default="parquet", help="default: parquet")
+
+    p = command(actions, "cut", cut, "write a part of a trace")
+    _add_input(p)
+    _add_output(p)
+    p.add_argument("--phase", choices=PHASES, default="all", help="default: all")
+    p.add_argument("--layers", type=numbers, metavar="LIST", help="model layers, such as 0,3,8-11")
+    p.add_argument("--sequence", type=numbers, metavar="LIST", help="texts by number, such as 0,2-5")
+    p.add_argument(
+        "--steps", type=step_range, metavar="A:B", help="steps by position, B left out; --steps=-20: takes the last 20"
+    )
+
+    p = command(actions, "concat", concat, "write several traces one after the other")
+    p.add_argument("traces", nargs="+", metavar="FILE", help="trace files of one model shape")
+    _add_output(p)
+    _add_import(p)
+
+    p = command(commands, "locality", locality, "how cacheable a trace is: overlap, reuse, popularity, predictability")
+    _add_input(p)
+    p.add_argument("--phase", choices=PHASES, help="default: decode where there is any")
+    p.add_argument(
+        "--sch", type=numbers, default=[], metavar="LIST", help="also SCH curves that see so many tokens ahead"
+    )
+    p.add_argument("--json", action="store_true", help="print every table as one JSON object")
+
+
+def _add_input(p) -> None:
+    p.add_argument("trace", metavar="TRACE", help="trace file of any known format")
+    _add_import(p)
+
+
+def _add_import(p) -> None:
+    p.add_argument("--format", metavar="NAME", help="importer to use; by default the content decides")
+    p.add_argument("--set", dest="options", action="append", default=[], type=option, metavar="NAME=VALUE",
+                   help="what the file does not say, such as num_experts=64 (repeat for more)")  # fmt: skip
+
+
+def _add_output(p) -> None:
+    p.add_argument("--out", metavar="FILE", required=True, help="file to write")
+    p.add_argument("--overwrite", action="store_true", help="replace a file that is already there")
+
+
+def option(text: str) -> tuple[str, object]:
+    """NAME=VALUE; the value is JSON where it parses as such, else text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def numbers(text: str) -> list[int]:
+    """0,3,8-11 as a list."""
+    found = []
+    for part in text.split(","):
+        low, dash, high = part.partition("-")
+        first = count(low)
+        last = count(high) if dash else first
+        if last < first:
+            raise argparse.ArgumentTypeError(f"range {part!r} runs backwards")
+        found += range(first, last + 1)
+    return found
+
+
+def step_range(text: str) -> slice:
+    """A:B as a slice; both ends may be missing or negative."""
+    low, colon, high = text.partition(":")
+    try:
+        if not colon:
+            raise ValueError
+        return slice(int(low) if low else None, int(high) if high else None)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected A:B, got {text!r}") from None
+
+
+def read(args, path=None):
+    """The trace of a command line."""
+    from .formats import load_trace
+
+    return load_trace(args.trace if path is None else path, format=args.format, **dict(args.options))
+
+
+def output(args) -> Path:
+    """The file to write, refused when it is there already or is one of the inputs."""
+    path = Path(args.out)
+    inputs = args.traces if hasattr(args, "traces") else [args.trace]
+    if any(path.exists() and Path(i).exists() and path.samefile(i) for i in inputs):
+        raise StorageError(f"{path} is an input of this command; write to another file")
+    if path.exists() and not args.overwrite:
+        raise StorageError(f"{path} is already there; give --overwrite to replace it")
+    return path
+
+
+def info(args) -> int:
+    """`colibri trace info`."""
+    reports = [{"file": path, **read(args, path).report()} for path in args.traces]
+    if args.json:
+        print_json(reports)
+    else:
+        print("\n\n".join(map(report_text, reports)))
+    return 0
+
+
+def report_text(report: dict) -> str:
+    """A trace report for people."""
+    lines = [report["file"]]
+    if report["granularity"] == "counts":
+        size = f"{report['assignments']} counts, {report['layers']} layers x {report['num_experts']} experts, no order"
+    else:
+        steps = ", ".join(f"{n} {phase} steps" for phase, n in report["steps_by_phase"].items() if n)
+        size = (
+            f"{report['rows']} rows in {report['events']} events ({steps}), {report['layers']} layers, "
+            f"top-{report['top_k']} of {report['num_experts']}, {report['sequences']} text{'s'[: report['sequences'] != 1]}"
+        )
+    lines.append(f"  {size}")
+    lines.append(f"  model {report['model'] or 'not recorded'}, engine {report['engine'] or 'not recorded'}")
+    if report["id_order"]:
+        lines.append(
+            f"  ids {report['id_order']}, {report['granularity']}" + ("" if report["complete"] else ", incomplete")
+        )
+    has = [name for name, there in report["has"].items() if there]
+    lines.append(f"  also holds {', '.join(has) or 'nothing else'}")
+    lines += [f"  no {need}: {why}" for need, why in report["lacks"].items()]
+    lines += [f"  note: {note}" for note in report["notes"]]
+    return "\n".join(lines)
+
+
+def convert(args) -> int:
+    """`colibri trace convert`."""
+    path, trace = output(args), read(args)
+    if args.to == "parquet":
+        trace.save(path)
+    else:
+        from .export import write_oracle_general
+
+        write_oracle_general(trace, path)
+    return wrote(path, trace)
+
+
+def cut(args) -> int:
+    """`colibri trace cut`."""
+    path = output(args)
+    part = read(args).select(phase=args.phase, layers=args.layers, sequence=args.sequence, steps=args.steps)
+    part.save(path)
+    return wrote(path, part)
+
+
+def concat(args) -> int:
+    """`colibri trace concat`."""
+    from .table import Trace
+
+    path = output(args)
+    joined = Trace.concat([read(args, one) for one in args.traces])
+    joined.save(path)
+    return wrote(path, joined)
+
+
+def wrote(path: Path, trace) -> int:
+    print(f"{path}: {trace!r}", file=sys.stderr)
+    return 0
+
+
+def locality(args) -> int:
+    """`colibri locality`."""
+    from .locality import locality
+
+    found = locality(read(args), phase=args.phase, sch_windows=args.sch)
+    if args.json:
+        print_json(found)
+    else:
+        print(locality_text(found))
+    return 0
+
+
+def locality_text(found: dict) -> str:
+    """The locality report as a page of text: headline numbers, then the tables that fit on one."""
+    what = found["what"]
+    lines = [
+        f"{what['model'] or 'trace'}: {what['phase']} phase, {what['tokens']} tokens x {what['layers']} layers x "
+        f"top-{what['top_k']} of {what['num_experts']} ({what['granularity']})"
+    ]
+    for name, value in (found["summary"] or {}).items():
+        lines.append(f"  {name.replace('_', ' '):<44} {'not measured' if value is None else f'{value:.4g}'}")
+    tables = {"popularity": found["popularity"]}
+    if found["overlap"] is not None:
+        tables["overlap by distance, mean of layers"] = (
+            found["overlap"].groupby("distance", as_index=False).mean().head(4)
+        )
+        tables["reuse, share of assignments"] = found["reuse"]
+        tables["working set, mean of layers"] = found["working_set"].groupby("window", as_index=False).mean()
+        tables["SRP, all layers"] = found["srp"].query("layer == 'all'")
+    if found["predictability"] is not None:
+        keys = ["budget", "predictor"]
+        mean = found["predictability"].groupby(keys, as_index=False)[["recall", "precision"]].mean()
+        tables["next layer, judged on the second half"] = mean
+    for name in ("domains", "sch"):
+        if found[name] is not None:
+            tables[name] = found[name]
+    for name, table in tables.items():
+        table = table.drop(columns=[c for c in ("layer",) if c in table and name != "popularity"])
+        lines += ["", name, table.to_string(index=False, float_format=lambda x: f"{x:.4g}")]
+    return "\n".join(lines)
