@@ -7,6 +7,7 @@ Expert blocks cannot be read into slots that way: `colibri convert` with the con
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from ..errors import ContainerError, ModelError
 from . import formats, layout
 from .binfile import ALIGN, BinFile, BinHeader, Tensor, plan_table, read_bin, read_header, tensor_view
 from .families import check_config
-from .files import read_object, storage_errors
+from .files import Mismatch, read_object, storage_errors
 
 __all__ = ["Container", "BinFile", "BinHeader", "Tensor", "read_bin", "read_container_config", "tensor_view"]
 
 FORMAT_VERSION = 1
+AGAIN = "convert the checkpoint again"
 FOREIGN = (".safetensors", ".pt", ".pth", ".pkl", ".gguf")
 _FIELDS = {
     "format_version": int, "source": str, "expert_block_size": int, "formats": dict, "tokenizer": dict,
@@ -70,8 +72,12 @@ class Container:
             paths = [self.dir / layout.npy_path(name, tensor) for tensor in self.files[name]]
             missing = [path for path in paths if not path.exists()]
         if missing:
-            also = "" if len(missing) == len(paths) else f", and so is {missing[0].name} of the .npy in its place"
-            raise ContainerError(f"{self.dir / name}: file is missing{also}; copy the whole directory or convert again")
+            found = (
+                "nothing"
+                if len(missing) == len(paths)
+                else f"only some .npy in its place: {missing[0].name} is missing"
+            )
+            raise Mismatch(self.dir / name, "a file", found, "copy the whole directory or convert again")
         return paths
 
     def dense(self, name: str) -> BinFile:
@@ -97,11 +103,8 @@ class Container:
                 f"{path}: experts stored as .npy or version 0 cannot be loaded into slots; pack them with: "
                 f"colibri convert --input {self.dir} --output DIR"
             )
-        if header.payload_bytes > self.slot_bytes:
-            raise ContainerError(
-                f"{path}: {header.payload_bytes} bytes of payload exceed the slot of {self.slot_bytes}"
-            )
-        self._check_specs(path, {entry["name"]: tuple(entry["shape"]) for entry in header.table}, self._specs(path))
+        for error in self.header_faults(layout.block_path(layer, block, self.block_size), header):
+            raise error
         return header
 
     def block(self, layer: int, block: int) -> BinFile:
@@ -125,15 +128,36 @@ class Container:
             file = self._in_memory(name, values)
         else:
             file = read_bin(stored[0], specs)
+            for error in self.header_faults(name, file.header) if file.header.version else ():
+                raise error
             if file.header.version == 0:
                 file = self._in_memory(name, {t.name: t.elements.reshape(t.shape) for t in file.tensors.values()})
-        self._check_specs(file.path, {t.name: t.shape for t in file.tensors.values()}, specs)
         return file
+
+    def header_faults(self, name: str, header: BinHeader) -> Iterator[Mismatch]:
+        """Where the table of a version-1 file contradicts config.json."""
+        found = {entry["name"]: entry for entry in header.table}
+        for tensor, spec in self.files[name].items():
+            entry, format = found.pop(tensor, None), self.info["formats"][spec.part]
+            wanted = f"tensor {tensor!r} {_described(spec.shape, format, spec.layout)}"
+            if entry is None:
+                yield Mismatch(header.path, wanted, "no such tensor", AGAIN)
+            elif (tuple(entry["shape"]), entry["format"], entry["layout"]) != (spec.shape, format, spec.layout):
+                is_so = _described(tuple(entry["shape"]), entry["format"], entry["layout"])
+                yield Mismatch(header.path, wanted, is_so, AGAIN)
+        for tensor in found:
+            yield Mismatch(header.path, f"only tensors {', '.join(self.files[name])}", f"also {tensor!r}", AGAIN)
+        if "/expert_" in name and header.payload_bytes > self.slot_bytes:
+            yield Mismatch(
+                header.path, f"a payload of at most {self.slot_bytes} bytes", str(header.payload_bytes), AGAIN
+            )
 
     def _in_memory(self, name: str, values: dict[str, np.ndarray]) -> BinFile:
         """Plain matrices (float16 or float32) as a file of version 1 would give them."""
         specs = self.files[name]
-        self._check_specs(self.dir / name, {tensor: a.shape for tensor, a in values.items()}, specs)
+        for tensor, spec in specs.items():
+            if values[tensor].shape != spec.shape:
+                raise Mismatch(self.dir / name, f"tensor {tensor!r} of shape {spec.shape}", str(values[tensor].shape))
         chosen = {}
         for tensor, spec in specs.items():
             own = self.info["formats"][spec.part]
@@ -152,18 +176,9 @@ class Container:
         header = BinHeader(self.dir / name, 0, 0, nbytes, None, tuple(table))
         return BinFile(header, payload, {entry["name"]: tensor_view(payload, entry) for entry in table})
 
-    def _specs(self, path: Path) -> dict[str, layout.Spec]:
-        return self.files[path.relative_to(self.dir).as_posix()]
 
-    @staticmethod
-    def _check_specs(path: Path, found: dict[str, tuple], specs: dict[str, layout.Spec]) -> None:
-        for name, spec in specs.items():
-            if name not in found:
-                raise ContainerError(f"{path}: tensor {name!r} is missing; the file holds {', '.join(found)}")
-            if found[name] != spec.shape:
-                raise ContainerError(
-                    f"{path}: tensor {name!r}: expected shape {spec.shape} from config.json, found {found[name]}"
-                )
+def _described(shape: tuple[int, ...], format: str, layout: str) -> str:
+    return f"of shape {shape} in {format}, layout {layout}"
 
 
 def _read_npy(path: Path) -> np.ndarray:
@@ -173,18 +188,19 @@ def _read_npy(path: Path) -> np.ndarray:
     except (ValueError, EOFError) as error:
         raise ContainerError(f"{path}: not a .npy file of numbers: {error}") from None
     if values.dtype not in (np.dtype("<f2"), np.dtype("<f4")) or values.ndim not in (1, 2):
-        raise ContainerError(
-            f"{path}: expected one or two dimensions of float16 or float32, found {values.dtype} {values.shape}"
-        )
+        raise Mismatch(path, "float16 or float32 of one or two dimensions", f"{values.dtype} {values.shape}")
     return values
 
 
 def is_container(directory: str | os.PathLike) -> bool:
-    """Whether config.json there is a container's (be it faulty)."""
+    """Whether config.json there is a container's, whatever else may be wrong with it."""
     path = Path(directory) / "config.json"
     with storage_errors(path):
         found = path.exists()
-    return found and "colibri" in read_object(path, ContainerError)
+    try:
+        return found and "colibri" in read_object(path, ContainerError)
+    except ContainerError:
+        return False
 
 
 def read_container_config(directory: str | os.PathLike) -> tuple[ModelConfig, dict]:
@@ -198,32 +214,48 @@ def read_container_config(directory: str | os.PathLike) -> tuple[ModelConfig, di
     data = read_object(path, ContainerError) if "config.json" in names else {}
     if "colibri" not in data:
         raise ContainerError(f"{directory}: {_not_a_container(names)}")
-    info = data["colibri"]
+    for error in config_faults(path, data):
+        raise error
+    return ModelConfig.from_json(data["model"], str(path)), data["colibri"]
+
+
+def config_faults(path: Path, data: dict) -> Iterator[ContainerError]:
+    """Everything wrong with the contents of a container's config.json."""
+    info, model = data["colibri"], data.get("model")
     if not isinstance(info, dict):
-        raise ContainerError(f"{path}: colibri: expected an object, found {info!r}")
+        yield Mismatch(path, "an object colibri", repr(info), AGAIN)
+        return
+    sound = True
     for field, kind in _FIELDS.items():
-        if field not in info:
-            raise ContainerError(f"{path}: field colibri.{field} is missing; convert the checkpoint again")
-        if not isinstance(info[field], kind):
-            raise ContainerError(f"{path}: field colibri.{field}: expected {kind.__name__}, found {info[field]!r}")
-    if info["format_version"] != FORMAT_VERSION:
-        raise ContainerError(f"{path}: format_version: expected {FORMAT_VERSION}, found {info['format_version']!r}")
-    for part in ("expert", "dense", "float"):
-        if part not in info["formats"]:
-            raise ContainerError(f"{path}: field colibri.formats.{part} is missing; convert the checkpoint again")
-        formats.find_format(info["formats"][part], f"{path}: field colibri.formats.{part}")
-    if "model" not in data:
-        raise ContainerError(f"{path}: field model is missing; convert the checkpoint again")
+        if type(info.get(field)) is not kind:
+            sound = False
+            yield Mismatch(path, f"field colibri.{field} of type {kind.__name__}", _shown(info, field), AGAIN)
+    if sound:
+        for part in ("expert", "dense", "float"):
+            if info["formats"].get(part) not in formats.FORMATS:
+                wanted = f"field colibri.formats.{part} one of {', '.join(formats.FORMATS)}"
+                yield Mismatch(path, wanted, _shown(info["formats"], part), AGAIN)
+        for field in ("sha256", "vocab_size"):
+            if field not in info["tokenizer"]:
+                yield Mismatch(path, f"field colibri.tokenizer.{field}", "nothing", AGAIN)
+        if info["format_version"] != FORMAT_VERSION:
+            yield Mismatch(path, f"format_version {FORMAT_VERSION}", str(info["format_version"]), AGAIN)
+    if model is None:
+        yield Mismatch(path, "field model", "nothing", AGAIN)
+        return
     try:
-        config = ModelConfig.from_json(data["model"], f"{path}: model")
+        config = ModelConfig.from_json(model, f"{path}: model")
         check_config(config)
     except ModelError as error:
-        raise ContainerError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
-    if not 1 <= info["expert_block_size"] <= config.num_experts:
-        raise ContainerError(
-            f"{path}: field colibri.expert_block_size: expected 1 to {config.num_experts}, found {info['expert_block_size']}"
-        )
-    return config, info
+        yield ContainerError(str(error) if str(path) in str(error) else f"{path}: model: {error}")
+        return
+    if sound and not 1 <= info["expert_block_size"] <= config.num_experts:
+        wanted = f"field colibri.expert_block_size from 1 to {config.num_experts}"
+        yield Mismatch(path, wanted, str(info["expert_block_size"]), AGAIN)
+
+
+def _shown(fields: dict, name: str) -> str:
+    return repr(fields[name]) if name in fields else "nothing"
 
 
 def _not_a_container(names: list[str]) -> str:

@@ -158,6 +158,8 @@ def _clear(out: Path) -> None:
     for pattern in ("layer_*/*", "dense/*", *TOKENIZER_FILES, MARKER):
         for path in out.glob(pattern):
             path.unlink()
+    for directory in (*out.glob("layer_*"), *out.glob("dense")):
+        directory.rmdir()
 
 
 def _write_file(plan: Plan, name: str) -> None:

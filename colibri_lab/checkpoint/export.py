@@ -21,7 +21,7 @@ def export(directory: str | os.PathLike, archive: str | os.PathLike) -> list[str
     top = box.dir.resolve().name
     extra = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md")
     paths = [box.dir / name for name in extra if (box.dir / name).exists()]
-    paths += [path for name in box.files for path in box.stored(name)]
+    paths += [path for name in box.files for path in box.find(name)]
     with AtomicFile(archive) as file, tarfile.open(fileobj=file, mode="w") as tar:
         for path in paths:
             tar.add(path, arcname=f"{top}/{Path(path).relative_to(box.dir).as_posix()}")

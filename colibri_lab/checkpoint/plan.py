@@ -56,7 +56,7 @@ class Plan:
         """The container's config.json."""
         info = {
             "format_version": container.FORMAT_VERSION,
-            "source": self.source.dir.resolve().name,
+            "source": os.path.basename(os.path.realpath(self.source.dir)),
             "expert_block_size": self.block_size,
             "formats": self.formats,
             "tokenizer": self.tokenizer,
@@ -99,7 +99,7 @@ def make_plan(
         raise SettingError(f"quantize cannot be {quantize!r}; {did_you_mean(str(quantize), QUANTIZE)}")
     if tensors not in ("experts", "all"):
         raise SettingError(f"tensors cannot be {tensors!r}; {did_you_mean(str(tensors), ('experts', 'all'))}")
-    if Path(output).resolve() == Path(input).resolve():
+    if os.path.realpath(output) == os.path.realpath(input):
         raise SettingError(f"output {output} is the input itself; name another directory")
     source, config = open_source(input)
     if type(expert_block_size) is not int or not 1 <= expert_block_size <= config.num_experts:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from ..engine.tokenizer import fingerprint
-from ..errors import ColibriError
+from ..errors import ColibriError, ContainerError
 from . import formats, layout
-from .container import Container, Tensor, read_container_config
+from .binfile import Tensor, read_bin, read_header
+from .container import Container, config_faults, is_container, read_container_config
+from .files import Mismatch, read_object
 
 _OWN_FILES = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"}
 
@@ -33,10 +36,12 @@ def validate(directory: str | os.PathLike, progress: bool = False) -> list[Fault
     that is not the model's. Reads every file once. An unusable config.json is reported alone: all else hangs on it.
     """
     directory = Path(directory)
+    path = directory / "config.json"
     try:
         config, info = read_container_config(directory)
     except ColibriError as error:
-        return [_fault(directory / "config.json", error)]
+        data = read_object(path, ContainerError) if is_container(directory) else {}
+        return [_fault(path, e) for e in (config_faults(path, data) if data else [error])]
     box = Container(directory, config, info)
     faults: list[Fault] = []
     for name in tqdm(box.files, unit="file", disable=not progress):
@@ -53,49 +58,42 @@ def format_faults(faults: list[Fault]) -> str:
 
 
 def _fault(path: Path, error: ColibriError) -> Fault:
-    """A fault from an error, whose message holds the file and often both sides already."""
-    text = str(error).removeprefix(f"{path}: ")
-    before, expected, rest = text.partition("expected ")
-    wanted, found, what = rest.partition(", found ")
-    if expected and found:
-        return Fault(str(path), f"{before}{wanted}", what)
-    return Fault(str(path), "a sound file", text)
+    if isinstance(error, Mismatch):
+        return Fault(error.file, error.expected, error.found)
+    return Fault(str(path), "a sound file", str(error).removeprefix(f"{path}: "))
 
 
 def _file_faults(box: Container, name: str) -> Iterator[Fault]:
-    path, specs = box.dir / name, box.files[name]
+    path = box.dir / name
     try:
-        file = box.read(name)
-        if file.header.version:
-            file.check_crc()
+        stored = box.find(name)[0]
+        header = read_header(stored) if stored.suffix == ".bin" else None
+        if header is not None and header.version:
+            yield from map(partial(_fault, path), box.header_faults(name, header))
+            file = read_bin(path)
+        else:
+            file = box.read(name)
+            if "/expert_" in name:
+                yield Fault(str(path), "version 1, which can be read into a slot", "version 0 or .npy")
     except ColibriError as error:
         yield _fault(path, error)
         return
-    for extra in sorted(set(file.tensors) - set(specs)):
-        yield Fault(str(path), f"tensors {', '.join(specs)}", f"also {extra!r}")
-    if "/expert_" in name:
-        yield from _block_faults(box, path, file)
-    for tensor, spec in specs.items():
-        yield from _tensor_faults(box, path, file.header.version, file.tensors[tensor], spec)
+    try:
+        file.check_crc()
+    except ColibriError as error:
+        yield _fault(path, error)
+    for tensor in file.tensors.values():
+        yield from _number_faults(path, tensor)
 
 
-def _block_faults(box: Container, path: Path, file) -> Iterator[Fault]:
-    if file.header.version == 0:
-        yield Fault(str(path), "version 1, which can be read into a slot", "version 0 or .npy")
-    elif file.header.payload_bytes > box.slot_bytes:
-        yield Fault(str(path), f"at most {box.slot_bytes} bytes of payload", f"{file.header.payload_bytes} bytes")
-
-
-def _tensor_faults(box: Container, path: Path, version: int, tensor: Tensor, spec: layout.Spec) -> Iterator[Fault]:
-    what = f"tensor {tensor.name}"
-    format = box.info["formats"][spec.part]
-    if version and (tensor.format, tensor.layout) != (format, spec.layout):
-        yield Fault(str(path), f"{what} in {format}, layout {spec.layout}", f"{tensor.format}, layout {tensor.layout}")
+def _number_faults(path: Path, tensor: Tensor) -> Iterator[Fault]:
     if tensor.scale is not None:
         if not (np.isfinite(tensor.scale).all() and (tensor.scale >= 0).all()):
-            yield Fault(str(path), f"{what} with finite scales", "a scale that is negative, NaN or infinite")
+            yield Fault(
+                str(path), f"tensor {tensor.name!r} with finite scales", "one that is negative, NaN or infinite"
+            )
     elif not _all_finite(tensor):
-        yield Fault(str(path), f"{what} of finite numbers", "NaN or infinity")
+        yield Fault(str(path), f"tensor {tensor.name!r} of finite numbers", "NaN or infinity")
 
 
 def _all_finite(tensor: Tensor, chunk: int = 1 << 20) -> bool:
