@@ -97,7 +97,7 @@ class Container:
         `tensor_view(payload, entry)` is the tensor of a table entry once the payload is in a slot.
         """
         path = self.block_path(layer, block)
-        header = read_header(path) if path.exists() else None
+        header = read_header(path) if os.path.exists(path) else None
         if header is None or not header.version:
             raise ContainerError(
                 f"{path}: experts stored as .npy or version 0 cannot be loaded into slots; pack them with: "

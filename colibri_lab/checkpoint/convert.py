@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from ..errors import ContainerError, StorageError
@@ -22,7 +24,7 @@ from .source import Source
 from .verify import verify_container
 
 CHUNK_VALUES = 1 << 18  # values of a tensor in memory at once
-MARKER = "convert.partial.json"
+MARKER, LOCK = "convert.partial.json", "convert.lock"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -81,36 +83,29 @@ def convert(
     )
     if progress:
         print(plan.text(), file=sys.stderr)
-    with storage_errors(plan.output, "cannot be used for the container"):
-        kept = _prepare(plan, overwrite)
-    todo = [file for file in plan.files if file not in kept]
-    with tqdm(total=sum(plan.sizes[f] for f in todo), unit="B", unit_scale=True, disable=not progress) as bar:
-        for file in todo:
-            _write_file(plan, file)
-            bar.update(plan.sizes[file])
-    for name in TOKENIZER_FILES:
-        if (plan.source.dir / name).exists():
-            with AtomicFile(plan.output / name) as file:
-                file.write((plan.source.dir / name).read_bytes())
-    _write_json(plan.output / "config.json", plan.config_json())
-    (plan.output / MARKER).unlink()
-    verified = verify_container(output, input) if verify else []
+    out = plan.output
+    with storage_errors(out, "cannot be used for the container"):
+        _completed(plan, overwrite)  # refuses before anything is made
+        out.mkdir(parents=True, exist_ok=True)
+        with _only_writer(out):
+            kept = _completed(plan, overwrite)
+            if not kept:
+                _clear(out)
+            _write_json(out / MARKER, {"plan": plan.id})
+            _write_files(plan, [file for file in plan.files if file not in kept], progress)
+            _write_json(out / "config.json", plan.config_json())
+            (out / MARKER).unlink()
+    verified = verify_container(out, input) if verify else []
     return ConvertReport(
-        str(plan.output),
-        len(todo),
-        len(kept),
-        plan.source.nbytes,
-        plan.bytes_out,
-        plan.skipped_bytes,
-        plan.unused,
-        verified,
-    )
+        str(out), len(plan.files) - len(kept), len(kept), plan.source.nbytes, plan.bytes_out, plan.skipped_bytes,
+        plan.unused, verified,
+    )  # fmt: skip
 
 
-def _prepare(plan: Plan, overwrite: bool) -> set[str]:
-    """Make room: check what is at the output and whether the disk suffices, and leave the marker of an unfinished run.
+def _completed(plan: Plan, overwrite: bool) -> set[str]:
+    """The files at the output that an interrupted run of the same plan completed.
 
-    Returns the files there that an interrupted run of the same plan completed.
+    Raises `ContainerError` for anything there that must not be written over, `StorageError` when the disk is too small.
     """
     out, marker = plan.output, plan.output / MARKER
     if out.exists() and not out.is_dir():
@@ -119,7 +114,7 @@ def _prepare(plan: Plan, overwrite: bool) -> set[str]:
     if complete and not overwrite:
         raise ContainerError(f"{out}: a container is already there; overwrite (--overwrite) replaces it")
     unfinished = not complete and marker.exists()
-    if not complete and not unfinished and out.exists() and any(out.iterdir()):
+    if not complete and not unfinished and out.exists() and set(os.listdir(out)) - {LOCK}:
         raise ContainerError(f"{out}: not empty, and not a container; name an empty or a new directory")
     same = unfinished and _marked_plan(marker) == plan.id
     if unfinished and not same and not overwrite:
@@ -129,15 +124,26 @@ def _prepare(plan: Plan, overwrite: bool) -> set[str]:
         )
     sizes = {file: (out / file).stat().st_size for file in plan.files if (out / file).is_file()}
     kept = {file for file, size in sizes.items() if same and size == plan.sizes[file]}
-    freed = 0 if same else sum(sizes.values())
-    need = plan.bytes_out - sum(plan.sizes[file] for file in kept) - freed
+    need = plan.bytes_out - sum(sizes.values())
     free = shutil.disk_usage(_existing(out)).free
     if need > free:
         raise StorageError(f"{out}: the disk is too small: {need} bytes needed, {free} free; nothing was written")
-    if (complete or unfinished) and not same:
-        _clear(out)
-    _write_json(marker, {"plan": plan.id})
     return kept
+
+
+@contextlib.contextmanager
+def _only_writer(out: Path) -> Iterator[None]:
+    """Two conversions into one directory would spoil each other's files: the second is refused."""
+    lock = FileLock(out / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ContainerError(f"{out}: another process is converting into this directory; let it finish") from None
+    try:
+        yield
+    finally:
+        (out / LOCK).unlink(missing_ok=True)
+        lock.release()
 
 
 def _existing(path: Path) -> Path:
@@ -155,11 +161,24 @@ def _marked_plan(marker: Path) -> str | None:
 def _clear(out: Path) -> None:
     """Take an old container away, config.json first, so that no mixture ever looks complete."""
     (out / "config.json").unlink(missing_ok=True)
-    for pattern in ("layer_*/*", "dense/*", *TOKENIZER_FILES, MARKER):
-        for path in out.glob(pattern):
+    for folder in (*out.glob("layer_*"), out / "dense"):
+        for path in (*folder.glob("*.bin"), *folder.glob("*.npy"), *folder.glob("*.tmp")):
             path.unlink()
-    for directory in (*out.glob("layer_*"), *out.glob("dense")):
-        directory.rmdir()
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    for name in (*TOKENIZER_FILES, MARKER):
+        (out / name).unlink(missing_ok=True)
+
+
+def _write_files(plan: Plan, todo: list[str], progress: bool) -> None:
+    with tqdm(total=sum(plan.sizes[file] for file in todo), unit="B", unit_scale=True, disable=not progress) as bar:
+        for file in todo:
+            _write_file(plan, file)
+            bar.update(plan.sizes[file])
+    for name in TOKENIZER_FILES:
+        if (plan.source.dir / name).exists():
+            with AtomicFile(plan.output / name) as file:
+                file.write((plan.source.dir / name).read_bytes())
 
 
 def _write_file(plan: Plan, name: str) -> None:
