@@ -16,36 +16,54 @@ namespace colibri {
 constexpr int kKeyTile = 64;
 constexpr int kMaxHeadDim = 512;
 
-inline float dot(const float* a, const float* b, int n) {
+// Keys and values are stored as float or as IEEE half; either way they are computed with as floats.
+using Half = uint16_t;
+inline F16 wide(const float* p) { return load(p); }
+inline F16 wide(const Half* p) { return load_fp16(p); }
+inline float widen(float x) { return x; }
+inline float widen(Half x) { return fp16_to_float(x); }
+
+template <class T>
+inline float dot(const float* a, const T* b, int n) {
     F16 acc = set1(0.0f);
     int i = 0;
-    for (; i + 16 <= n; i += 16) acc = fma(load(a + i), load(b + i), acc);
+    for (; i + 16 <= n; i += 16) acc = fma(load(a + i), wide(b + i), acc);
     float tail = 0.0f;
-    for (; i < n; ++i) tail = std::fma(a[i], b[i], tail);
+    for (; i < n; ++i) tail = std::fma(a[i], widen(b[i]), tail);
     return sum(acc) + tail;
 }
 
-inline void scale_add(float* to, const float* from, float weight, int n) {  // to += weight * from
+template <class T>
+inline void scale_add(float* to, const T* from, float weight, int n) {  // to += weight * from
     F16 w = set1(weight);
     int i = 0;
-    for (; i + 16 <= n; i += 16) store(to + i, fma(load(from + i), w, load(to + i)));
-    for (; i < n; ++i) to[i] = std::fma(from[i], weight, to[i]);
+    for (; i + 16 <= n; i += 16) store(to + i, fma(wide(from + i), w, load(to + i)));
+    for (; i < n; ++i) to[i] = std::fma(widen(from[i]), weight, to[i]);
 }
 
-struct KvCache {
-    const float* k;  // (pages, page_size, kv_heads, head_dim)
-    const float* v;
-    const int32_t* pages;  // page_table: pages[i] holds positions i * page_size …
+// One layer's keys and values: pages of (page_size, kv_heads, head_dim), page number p at p * stride bytes.
+struct KvPages {
+    const uint8_t *k, *v;  // where page 0 would begin
+    int64_t stride;
+    const int32_t* table;  // table[i]: number of the page that holds positions i * page_size …
     int page_size, kv_heads, head_dim;
-
-    int64_t at(int position, int head) const {
-        int64_t page = pages[position / page_size];
-        return ((page * page_size + position % page_size) * kv_heads + head) * head_dim;
-    }
 };
 
+// f(position, row) for first … last, where row is that position's T (head_dim,) of `head`, out of `base` = kv.k or kv.v.
+template <class T, class F>
+inline void each_row(const KvPages& kv, const uint8_t* base, int head, int first, int last, F&& f) {
+    const int step = kv.kv_heads * kv.head_dim;
+    for (int position = first; position <= last;) {
+        int page = position / kv.page_size, at = position - page * kv.page_size;
+        int stop = std::min(last + 1, (page + 1) * kv.page_size);
+        auto row = reinterpret_cast<const T*>(base + kv.table[page] * kv.stride) + static_cast<int64_t>(at) * step + head * kv.head_dim;
+        for (; position < stop; ++position, row += step) f(position, row);
+    }
+}
+
 // One query head of one token at `position`: keys first … position inclusive.
-inline void attend_one(const float* q, const KvCache& kv, int head, int first, int position, float scale, float* out) {
+template <class T>
+inline void attend_one(const float* q, const KvPages& kv, int head, int first, int position, float scale, float* out) {
     const int d = kv.head_dim;
     float best = -INFINITY, total = 0.0f;
     std::fill(out, out + d, 0.0f);
@@ -53,35 +71,52 @@ inline void attend_one(const float* q, const KvCache& kv, int head, int first, i
         int from = std::max(tile, first), to = std::min(tile + kKeyTile - 1, position);
         float score[kKeyTile];
         float top = best;
-        for (int j = from; j <= to; ++j) {
-            score[j - from] = dot(q, kv.k + kv.at(j, head), d) * scale;
+        each_row<T>(kv, kv.k, head, from, to, [&](int j, const T* key) {
+            score[j - from] = dot(q, key, d) * scale;
             top = std::max(top, score[j - from]);
-        }
+        });
         if (top > best) {
             float shrink = std::exp(best - top);  // 0 on the first tile
             total *= shrink;
             for (int i = 0; i < d; ++i) out[i] *= shrink;
             best = top;
         }
-        for (int j = from; j <= to; ++j) {
+        each_row<T>(kv, kv.v, head, from, to, [&](int j, const T* value) {
             float p = std::exp(score[j - from] - best);
             total += p;
-            scale_add(out, kv.v + kv.at(j, head), p, d);
-        }
+            scale_add(out, value, p, d);
+        });
     }
     float inverse = 1.0f / total;
     for (int i = 0; i < d; ++i) out[i] *= inverse;
 }
 
 // q, out (tokens, heads, head_dim); token t stands at position past + t and sees `window` keys (0: all of them).
-inline void attend(const float* q, const KvCache& kv, int tokens, int heads, int past, int window, float scale, float* out,
+template <class T>
+inline void attend(const float* q, const KvPages& kv, int tokens, int heads, int past, int window, float scale, float* out,
                    int threads) {
     const int group = heads / kv.kv_heads;
     parallel_for(tokens * heads, threads, [&](int task) {
         int t = task / heads, h = task % heads, position = past + t;
         int first = window > 0 ? std::max(0, position - window + 1) : 0;
         int64_t at = static_cast<int64_t>(task) * kv.head_dim;
-        attend_one(q + at, kv, h / group, first, position, scale, out + at);
+        attend_one<T>(q + at, kv, h / group, first, position, scale, out + at);
+    });
+}
+
+inline void narrow(const float* from, float* to, int n) { std::copy(from, from + n, to); }
+inline void narrow(const float* from, Half* to, int n) {
+    int i = 0;
+    for (; i + 16 <= n; i += 16) store_fp16(to + i, load(from + i));
+    for (; i < n; ++i) to[i] = float_to_fp16(from[i]);
+}
+
+// Writes rows (tokens, kv_heads, head_dim) to positions past … of the pages of `base` = kv.k or kv.v.
+template <class T>
+inline void write_rows(const float* rows, const KvPages& kv, const uint8_t* base, int tokens, int past) {
+    const int step = kv.kv_heads * kv.head_dim;
+    each_row<T>(kv, base, 0, past, past + tokens - 1, [&](int position, const T* row) {
+        narrow(rows + static_cast<int64_t>(position - past) * step, const_cast<T*>(row), step);
     });
 }
 

@@ -36,6 +36,22 @@ inline float bf16_to_float(uint16_t bits) {
     return out;
 }
 
+// Nearest half, ties to even, by hand; beyond its range comes infinity.
+inline uint16_t float_to_fp16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);   // NaN
+    if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and more round to infinity
+    if (magnitude < 0x38800000u) {  // below 2^-14: a subnormal half is a multiple of 2^-24, and so is 0.5 + x as a float
+        float lifted = std::fabs(x) + 0.5f;
+        std::memcpy(&bits, &lifted, 4);
+        return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+    }
+    magnitude += 0xfffu + (magnitude >> 13 & 1);
+    return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u) >> 13));
+}
+
 // IEEE half to float by hand, for machines without the instruction.
 inline float fp16_to_float(uint16_t h) {
     uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ffu, wide;
@@ -77,6 +93,9 @@ inline F16 load_bf16(const uint16_t* p) {
 }
 inline F16 load_fp16(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline void store_fp16(uint16_t* p, F16 a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 // Sixteen rows x four consecutive k of int8, one 64-byte line: column k of the line as floats.
 struct I8Line {
@@ -123,6 +142,10 @@ inline F16 load_fp16(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
             _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
+inline void store_fp16(uint16_t* p, F16 x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
 struct I8Line {
     __m256i a, b;
 };
@@ -167,6 +190,9 @@ inline F16 pow2(F16 n) {
 }
 inline F16 load_bf16(const uint16_t* p) { COLIBRI_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))); }
 inline F16 load_fp16(const uint16_t* p) { COLIBRI_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); }
+inline void store_fp16(uint16_t* p, F16 a) {
+    for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
+}
 struct I8Line {
     int32x4_t v[4];
 };
@@ -208,6 +234,9 @@ inline F16 round_even(F16 a) { COLIBRI_EACH(std::nearbyint(a.v[i])); }
 inline F16 pow2(F16 n) { COLIBRI_EACH(std::ldexp(1.0f, static_cast<int>(n.v[i]))); }
 inline F16 load_bf16(const uint16_t* p) { COLIBRI_EACH(bf16_to_float(p[i])); }
 inline F16 load_fp16(const uint16_t* p) { COLIBRI_EACH(fp16_to_float(p[i])); }
+inline void store_fp16(uint16_t* p, F16 a) {
+    for (int i = 0; i < 16; ++i) p[i] = float_to_fp16(a.v[i]);
+}
 struct I8Line {
     int8_t v[64];
 };
