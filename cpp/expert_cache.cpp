@@ -12,25 +12,42 @@
 
 #include "expert_slots_core.hpp"
 #include "numpy.hpp"
+#include "python_policy.hpp"
+#include "stream_binding.hpp"
 
 namespace nb = nanobind;
 using namespace colibri;
 
-static CacheSettings settings(int layers, int blocks, int slots, const std::string& scope, const std::string& policy,
-                              const std::string& lookup, const std::string& order, const std::string& admission,
-                              uint64_t seed, std::optional<std::map<std::string, double>> params) {
+static CacheSettings settings(int layers, int blocks, int slots, const std::string& scope, const std::string& lookup,
+                              const std::string& order, const std::string& admission, uint64_t seed,
+                              const std::map<std::string, double>& params, int64_t capacity_bytes,
+                              const std::vector<int64_t>& block_bytes) {
     CacheSettings s;
     s.layers = at_least("layers", layers, 1);
     s.blocks = between("blocks_per_layer", blocks, 1, 65535);
-    s.slots = at_least("slots", slots, 1);
     s.global = choice("scope", scope, {"layer", "global"}) == 1;
-    s.policy = policy;
     s.lookup = Lookup(choice("lookup", lookup, {"atomic", "serial", "serial-hits-first"}));
     s.order = Order(choice("order", order, {"rank", "id", "random"}));
     s.admission = Admission(choice("admission", admission, {"forced", "bypass"}));
     s.seed = seed;
-    if (params) s.params = *params;
+    s.params = params;
+    set_size(s, slots, capacity_bytes, block_bytes);
     return s;
+}
+
+// The recorded run that a cache with a future is going to repeat: (layer, offsets, experts) arrays.
+static std::unique_ptr<Stream> future_of(const CacheSettings& s, const nb::tuple& arrays, const std::string& scope,
+                                         const std::string& lookup, const std::string& order) {
+    if (nb::len(arrays) != 3)
+        throw std::invalid_argument("future must be (layer, offsets, experts), got " + std::to_string(nb::len(arrays)) +
+                                    " arrays");
+    auto layer = nb::cast<Input>(arrays[0]);
+    size_t events = layer.ndim() == 1 ? layer.shape(0) : 0;
+    nb::object decode = array(std::vector<uint8_t>(events, 1), {events});
+    nb::object sequence = array(std::vector<int32_t>(events, 0), {events});
+    return std::unique_ptr<Stream>(make_stream(s.layers, s.blocks, nb::cast<Input>(arrays[1]), nb::cast<Input>(arrays[2]), layer,
+                                               nb::cast<Input>(decode), nb::cast<Input>(sequence), std::nullopt, scope, lookup,
+                                               order, s.seed, false));
 }
 
 static void check_layer(const CacheSettings& s, int layer) { between("layer", layer, 0, s.layers - 1); }
@@ -40,24 +57,6 @@ static void check_blocks(const CacheSettings& s, const uint16_t* blocks, size_t 
         if (blocks[i] >= s.blocks)
             throw std::invalid_argument("block ids must be below " + std::to_string(s.blocks) + ", got " +
                                         std::to_string(blocks[i]) + " at position " + std::to_string(i));
-}
-
-static nb::dict counters(const ExpertCache& cache) {
-    struct Column {
-        const char* name;
-        int64_t Tally::*count;
-    };
-    nb::dict all;
-    const auto& tally = cache.tally();
-    for (Column c : {Column{"events", &Tally::events}, {"full_events", &Tally::full_events}, {"hits", &Tally::hits},
-                     {"misses", &Tally::misses}, {"evictions", &Tally::evictions}, {"drops", &Tally::drops},
-                     {"prefetch_issued", &Tally::prefetch_issued}, {"prefetch_timely", &Tally::prefetch_timely},
-                     {"prefetch_late", &Tally::prefetch_late}, {"prefetch_wasted", &Tally::prefetch_wasted}}) {
-        std::vector<int64_t> values(tally.size());
-        for (size_t i = 0; i < tally.size(); ++i) values[i] = tally[i].*c.count;
-        all[c.name] = array(values, {tally.size() / 2, 2});
-    }
-    return all;
 }
 
 static nb::object loads_array(const StepResult& r) {
@@ -98,15 +97,28 @@ NB_MODULE(expert_cache, m) {
         "Residency, policy state, pins and counters of expert blocks; no weights. A slot's number is its place in the "
         "pool: layer * slots + local under scope \"layer\". Raises ValueError on impossible arguments.")
         .def("__init__",
-             [](ExpertCache* self, int layers, int blocks, int slots, const std::string& scope, const std::string& policy,
+             [](ExpertCache* self, int layers, int blocks, int slots, const std::string& scope, nb::object policy,
                 const std::string& lookup, const std::string& order, const std::string& admission, uint64_t seed,
-                std::optional<std::map<std::string, double>> params, int events) {
-                 auto s = settings(layers, blocks, slots, scope, policy, lookup, order, admission, seed, params);
-                 new (self) ExpertCache(s, make_policy, at_least("events", events, 0));
+                std::optional<std::map<std::string, double>> params, int events, int64_t capacity_bytes,
+                const std::vector<int64_t>& block_bytes, std::optional<nb::tuple> future) {
+                 auto s = settings(layers, blocks, slots, scope, lookup, order, admission, seed,
+                                   params.value_or(std::map<std::string, double>{}), capacity_bytes, block_bytes);
+                 bool named = nb::isinstance<nb::str>(policy);
+                 s.policy = named ? nb::cast<std::string>(policy) : "python";
+                 new (self) ExpertCache(
+                     s,
+                     [&](const PolicySetup& setup) {
+                         return named ? make_policy(s.policy, setup) : AnyPolicy::of<PythonPolicy>(policy, setup);
+                     },
+                     at_least("events", events, 0), future ? future_of(s, *future, scope, lookup, order) : nullptr);
              },
              nb::arg("layers"), nb::arg("blocks_per_layer"), nb::arg("slots"), nb::arg("scope") = "layer",
              nb::arg("policy") = "lru", nb::kw_only(), nb::arg("lookup") = "atomic", nb::arg("order") = "rank",
-             nb::arg("admission") = "forced", nb::arg("seed") = 0, nb::arg("params") = nb::none(), nb::arg("events") = 0)
+             nb::arg("admission") = "forced", nb::arg("seed") = 0, nb::arg("params") = nb::none(), nb::arg("events") = 0,
+             nb::arg("capacity_bytes") = 0, nb::arg("block_bytes") = std::vector<int64_t>{}, nb::arg("future") = nb::none(),
+             "policy: a name, or a callable that makes a policy object (python_policy.hpp). capacity_bytes with block_bytes "
+             "(layers,) replaces slots. events: accesses to remember. future: (layer int32, offsets int64, experts uint16) of "
+             "the steps to come, for belady.")
         .def("step",
              [](ExpertCache& c, int layer, nb::ndarray<nb::ro> blocks, int phase, std::optional<nb::ndarray<nb::ro>> weights) {
                  check_layer(c.settings(), layer);
@@ -157,7 +169,7 @@ NB_MODULE(expert_cache, m) {
              "Change the number of slots. Returns victims int32 (v, 3) with their old slots, and moves int32 (m, 2) of all "
              "that stay: (old slot, new slot).")
         .def("reset", &ExpertCache::reset, "Cold again: only pins are resident and no history is left. Counters stay.")
-        .def("counters", counters, "int64 arrays (layers, 2 phases) by name.")
+        .def("counters", [](const ExpertCache& c) { return tally_arrays(c.tally()); }, "int64 arrays (layers, 2 phases) by name.")
         .def("reset_counters", &ExpertCache::reset_tally)
         .def("residency",
              [](const ExpertCache& c) {

@@ -1,7 +1,9 @@
 // The live cache: CacheCore plus the place of every resident block. A step's answer says where each block will be, which
 // loads go to which slot, and which of them must wait because a member of the same step still reads that slot.
 #pragma once
-#include "expert_cache_core.hpp"
+#include <functional>
+
+#include "stream_core.hpp"
 
 namespace colibri {
 
@@ -29,8 +31,13 @@ struct CacheEvent {
 
 class ExpertCache {
 public:
-    ExpertCache(const CacheSettings& s, AnyPolicy (*make)(const std::string&, const PolicySetup&), int event_capacity = 0)
-        : core_(s, [&](const PolicySetup& setup, int) { return make(s.policy, setup); }),
+    // `make` builds a pool's policy. `future`, when known, are the events to come, which Belady's rule needs.
+    ExpertCache(const CacheSettings& s, const std::function<AnyPolicy(const PolicySetup&)>& make, int event_capacity = 0,
+                std::unique_ptr<Stream> future = nullptr)
+        : future_(std::move(future)), core_(s, [&](PolicySetup& setup, int pool) {
+              if (future_) setup.future = &future_->future[pool];
+              return make(setup);
+          }),
           arrange_(s.lookup, s.order, s.seed), seen_(s.layers * s.blocks, -1), slot_(s.layers * s.blocks, -1),
           event_capacity_(event_capacity) {
         core_.look_ahead(true);
@@ -74,7 +81,8 @@ public:
             if (weights) gates_[i] = gates_seen_[order_[i]];
         }
         Watch watch{*this, layer};
-        core_.step(layer, phase, ids_.data(), members, weights ? gates_.data() : nullptr, nullptr, watch);
+        const int32_t* nexts = future_ ? foretold(layer) : nullptr;
+        core_.step(layer, phase, ids_.data(), members, weights ? gates_.data() : nullptr, nexts, watch);
         place(layer);
         last_used_[layer] = r_.blocks;
         if (event_capacity_) record(layer);
@@ -141,6 +149,7 @@ public:
     }
     void reset() {
         core_.reset();
+        next_event_of_future_ = 0;
         for (int key = 0; key < int(slot_.size()); ++key)
             if (slot_[key] >= 0 && !core_.pool(layer_of(key)).resident(pool_id(key))) {
                 give(slot_[key]);
@@ -175,6 +184,18 @@ private:
         void drop(int) {}
         void wasted(int) {}
     };
+    // Next uses of this step's members. Raises std::invalid_argument when the step is not the one that was foretold.
+    const int32_t* foretold(int layer) {
+        const Stream& f = *future_;
+        int64_t e = next_event_of_future_;
+        bool same = e < f.events() && f.layer[e] == layer && f.offsets[e + 1] - f.offsets[e] == int64_t(ids_.size()) &&
+                    std::equal(ids_.begin(), ids_.end(), f.ids.begin() + f.offsets[e]);
+        if (!same)
+            throw std::invalid_argument("step " + std::to_string(e) + " (layer " + std::to_string(layer) +
+                                        ") is not the one the cache was told to expect; record this run again");
+        ++next_event_of_future_;
+        return &f.nexts[f.offsets[e]];
+    }
     int layer_of(int key) const { return key / settings().blocks; }
     int pool_id(int key) const { return settings().global ? key : key % settings().blocks; }
     int free_list(int layer) const { return settings().global ? 0 : layer; }
@@ -271,6 +292,8 @@ private:
         }
     }
 
+    std::unique_ptr<Stream> future_;
+    int64_t next_event_of_future_ = 0;
     CacheCore<AnyPolicy> core_;
     Arrange arrange_;
     std::vector<int> seen_;       // index in r_.blocks, while a step runs

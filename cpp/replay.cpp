@@ -11,10 +11,10 @@
 #include "numpy.hpp"
 #include "python_policy.hpp"
 #include "replay_core.hpp"
+#include "stream_binding.hpp"
 
 namespace nb = nanobind;
 using namespace colibri;
-using InputArray = nb::ndarray<nb::ro>;
 
 // Lets another thread end a running replay or curve.
 struct Stop {
@@ -29,63 +29,9 @@ static std::function<void()> poll_with(Stop* stop) {
     };
 }
 
-static Stream* make_stream(int layers, int blocks, InputArray offsets, InputArray experts, InputArray layer, InputArray phase,
-                           InputArray sequence, std::optional<InputArray> weights, const std::string& scope,
-                           const std::string& lookup, const std::string& order, uint64_t seed, bool reset) {
-    at_least("layers", layers, 1);
-    between("blocks_per_layer", blocks, 1, 65535);
-    auto off = view<int64_t>("offsets", offsets, 1);
-    auto ids = view<uint16_t>("experts", experts, 1);
-    auto lay = view<int32_t>("layer", layer, 1);
-    auto pha = view<uint8_t>("phase", phase, 1);
-    auto seq = view<int32_t>("sequence", sequence, 1);
-    auto same = [](const char* name, size_t found, size_t wanted) {
-        if (found != wanted)
-            throw std::invalid_argument(std::string(name) + " must have " + std::to_string(wanted) + " values, got " +
-                                        std::to_string(found));
-    };
-    same("offsets", off.size, lay.size + 1);
-    same("phase", pha.size, lay.size);
-    same("sequence", seq.size, lay.size);
-    TraceView t{int64_t(lay.size), off.data, ids.data, nullptr, lay.data, pha.data, seq.data};
-    if (weights) {
-        auto w = view<float>("weights", *weights, 1);
-        same("weights", w.size, ids.size);
-        t.weights = w.data;
-    }
-    if (off[0] != 0 || off[lay.size] != int64_t(ids.size) || ids.size >= size_t(never))
-        throw std::invalid_argument("offsets must run from 0 to " + std::to_string(ids.size) + " (experts, below 2^31), got " +
-                                    std::to_string(off[0]) + " to " + std::to_string(off[lay.size]));
-    for (size_t e = 0; e < lay.size; ++e) {
-        if (off[e + 1] < off[e]) throw std::invalid_argument("offsets must not fall, but do at event " + std::to_string(e));
-        between("layer", lay[e], 0, layers - 1);
-        between("phase", pha[e], 0, 1);
-    }
-    for (uint16_t id : ids)
-        if (id >= blocks)
-            throw std::invalid_argument("expert ids must be below " + std::to_string(blocks) + ", got " + std::to_string(id));
-    bool global = choice("scope", scope, {"layer", "global"}) == 1;
-    auto contract = Lookup(choice("lookup", lookup, {"atomic", "serial", "serial-hits-first"}));
-    auto sorted = Order(choice("order", order, {"rank", "id", "random"}));
-    nb::gil_scoped_release release;
-    return new Stream(t, layers, blocks, global, contract, sorted, seed, reset);
-}
-
 static nb::dict counts(const Stream& s, const ReplayResult& r) {
-    struct Column {
-        const char* name;
-        int64_t Tally::*count;
-    };
-    nb::dict all;
+    nb::dict all = tally_arrays(r.tally);
     std::vector<size_t> shape{size_t(s.layers), 2};
-    for (Column c : {Column{"events", &Tally::events}, {"full_events", &Tally::full_events}, {"hits", &Tally::hits},
-                     {"misses", &Tally::misses}, {"evictions", &Tally::evictions}, {"drops", &Tally::drops},
-                     {"prefetch_issued", &Tally::prefetch_issued}, {"prefetch_timely", &Tally::prefetch_timely},
-                     {"prefetch_late", &Tally::prefetch_late}, {"prefetch_wasted", &Tally::prefetch_wasted}}) {
-        std::vector<int64_t> values;
-        for (const Tally& t : r.tally) values.push_back(t.*c.count);
-        all[c.name] = array(values, shape);
-    }
     all["logical_hits"] = array(r.logical_hits, shape);
     all["logical_misses"] = array(r.logical_misses, shape);
     all["preloaded"] = r.preloaded;
@@ -120,17 +66,7 @@ static nb::dict run(const Stream& s, nb::object policy, int slots, int64_t capac
     c.admission = Admission(choice("admission", admission, {"forced", "bypass"}));
     c.seed = seed;
     c.params = params;
-    c.capacity_bytes = capacity_bytes;
-    c.block_bytes = block_bytes;
-    if (capacity_bytes > 0) {
-        if (block_bytes.size() != size_t(s.layers))
-            throw std::invalid_argument("block_bytes must have one value per layer, " + std::to_string(s.layers) + ", got " +
-                                        std::to_string(block_bytes.size()));
-        for (int64_t bytes : block_bytes)
-            if (bytes < 1) throw std::invalid_argument("block_bytes must be at least 1, got " + std::to_string(bytes));
-    } else {
-        c.slots = at_least("slots", slots, 1);
-    }
+    set_size(c, slots, capacity_bytes, block_bytes);
     r.pins = checked("pins", s, pins);
     r.preload = checked("preload", s, preload);
     r.prefetch.predictor = Predictor(choice("prefetch", prefetch, {"none", "same", "markov", "popular", "oracle"}));
@@ -179,6 +115,7 @@ NB_MODULE(replay, m) {
                     nb::arg("order") = "rank", nb::arg("seed") = 0, nb::arg("reset") = false,
                     "offsets int64 (events + 1,), experts uint16 (offsets[-1],) with repeats, layer int32, phase uint8 and "
                     "sequence int32 (events,), weights float32 like experts. reset: cold again where the sequence changes.")
+        .def_prop_ro("pools", [](const Stream& s) { return int(s.future.size()); })
         .def_prop_ro("events", &Stream::events)
         .def_prop_ro("accesses", [](const Stream& s) { return int64_t(s.ids.size()); }, "Distinct members of all events.");
 

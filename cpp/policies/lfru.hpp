@@ -85,7 +85,7 @@ private:
         // a leaves first now; that ends when the difference, which grows by uses_a - uses_b a pass, turns positive.
         int64_t growth = uses_[a] - uses_[b];
         if (growth > 0) until = std::min(until, pass_ + (-d) / growth + (b < a && (-d) % growth == 0 ? 0 : 1));
-        match_[m] = {a, std::max(until, pass_ + 1)};
+        match_[m] = {a, until};
     }
     std::vector<int64_t> uses_, last_;
     std::vector<Match> match_;

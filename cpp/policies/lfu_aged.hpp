@@ -30,10 +30,11 @@ public:
 private:
     double use(const Access& a) {
         double decay = std::exp2(-double(a.pass - last_[a.id]) / half_life_);
-        mass_[a.id] = mass_[a.id] * decay + (by_gate ? a.gate : 1.0);
+        mass_[a.id] = mass_[a.id] * decay + (by_gate ? weight(a.gate) : 1.0);
         last_[a.id] = a.pass;
         return std::log2(mass_[a.id]) + double(a.pass) / half_life_;
     }
+    static double weight(float gate) { return gate > 0 ? gate : 0.0; }  // NaN and negative count nothing
     Heap<double> heap_;
     std::vector<double> mass_;
     std::vector<int64_t> last_;

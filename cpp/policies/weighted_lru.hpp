@@ -14,7 +14,7 @@ namespace colibri {
 class WeightedLru {
 public:
     explicit WeightedLru(const PolicySetup& setup)
-        : heap_(setup.ids), hits_(setup.ids), half_life_(setup.param("half_life", 32, 1e-3, 1e9)) {}
+        : heap_(setup.ids), hits_(setup.ids), half_life_(setup.param("half_life", 8, 1e-3, 1e9)) {}
     void clear() { heap_.clear(); }
     void resize(int) {}
     void miss(const Access&) {}
