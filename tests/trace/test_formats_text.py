@@ -79,6 +79,8 @@ def test_bigmoe_metrics_are_read_and_not_taken_for_a_trace(traces):
     assert len(table) == 128
     assert table.wall_ms[0] == pytest.approx(265.825)
     assert table.read_bytes.dtype == np.int64
+    assert table.attrs["summary"]["cache_budget_MiB"] == 4000
+    assert table.attrs["summary"]["n_prompt"] == 28
     with pytest.raises(TraceError, match="expected a routing trace, found per-token timings"):
         load_trace(path)
 

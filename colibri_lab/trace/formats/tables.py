@@ -124,10 +124,17 @@ def refuse_metrics(path) -> Trace:
 
 
 def read_metrics(path) -> pd.DataFrame:
-    """BigMoeOnEdge metrics: one row per generated token. `cache_hit_pct` is cumulative since the start, as recorded."""
+    """BigMoeOnEdge metrics: one row per generated token; the file's own summary line as numbers in `.attrs["summary"]`.
+
+    `cache_hit_pct` is cumulative since the start, as recorded.
+    """
     whole = {"step", "steps", "read_bytes", "majflt"}
     column, _ = _table(path, _METRICS, {name: float for name in _METRICS.split(",") if name not in whole})
-    return pd.DataFrame(column)
+    table = pd.DataFrame(column)
+    text = Head(path).path.read_text(encoding="utf-8", errors="replace")
+    summary = next((line for line in text.splitlines() if line.startswith("# summary")), "")
+    table.attrs["summary"] = {name: float(value) for name, value in re.findall(r"(\S+)=(-?\d[\d.]*)", summary)}
+    return table
 
 
 def is_event_table(head: Head) -> bool:
