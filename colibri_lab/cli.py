@@ -86,7 +86,7 @@ def reader(setting: Setting):
 
     def read(text: str):
         try:
-            value = setting.type(text)
+            value = setting.type(text) if setting.type in (int, float) else text
         except ValueError:
             value = text
         try:

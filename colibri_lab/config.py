@@ -7,11 +7,40 @@ the settings table in the README and the "unknown setting" error are made from i
 from __future__ import annotations
 
 import dataclasses
+import json
+import operator
+import os
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from .cache.policies import ADMISSIONS, POLICIES
 from .errors import ModelError, SettingError, did_you_mean
+from .units import parse_rate, parse_size
+
+# Policies with a future need a recorded run of the same text, which `future` gives.
+LIVE_POLICIES = tuple(POLICIES)
+
+
+def read_pairs(value: Any, name: str) -> list[tuple[int, int]]:
+    """(layer, block) pairs from a list of them or the path of a JSON file that holds one."""
+    if isinstance(value, (str, os.PathLike)):
+        try:
+            value = json.loads(Path(value).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SettingError(f"{name}: {value}: {error}") from None
+    try:
+        return [(operator.index(layer), operator.index(block)) for layer, block in value]
+    except (TypeError, ValueError):
+        raise SettingError(f"{name} must be (layer, block) pairs of whole numbers, got {str(value)[:80]}") from None
+
+
+def _policy_object(value: Any, name: str) -> Any:
+    if not callable(value):
+        raise SettingError(f"{name} must be a policy's name or a callable that makes a policy, got {value!r}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -136,6 +165,7 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     changes_tokens: bool = False  # False: speed and memory only
+    also: Callable[[Any, str], Any] | None = None  # reads other spellings of a value, as "2 GiB"; raises SettingError
 
     @property
     def flag(self) -> str:
@@ -145,6 +175,12 @@ class Setting:
         """The value in its own type. Raises `SettingError` naming the setting, the rule and the value found."""
         if value is None and self.default is None:
             return None
+        if self.type is object:
+            return value
+        free_text = self.type is str and not self.choices
+        if self.also and (free_text or self.type is list or not isinstance(value, self.type)):
+            self.also(value, self.name)
+            return value
         good = isinstance(value, (int, float) if self.type is float else self.type)
         if not good or (isinstance(value, bool) and self.type is not bool):
             raise SettingError(f"{self.name} must be {self.type.__name__}, got {value!r} ({type(value).__name__})")
@@ -159,11 +195,32 @@ class Setting:
 
 
 _ALL = (
-    Setting("expert_cache_slots", int, None, "slots per layer (scope layer) or in all (scope global); one slot holds one "
-            "expert block. Default 4 x top-k per MoE layer, never more than there are blocks", minimum=1),
+    Setting("expert_cache_slots", int, None, "slots per layer (scope layer) or in all (scope global), or the bytes for all "
+            "of them, as \"2 GiB\"; one slot holds one expert block. Default 4 x top-k per MoE layer, never more than there "
+            "are blocks", minimum=1, also=parse_size),
     Setting("scope", str, "layer", "whether each layer owns its slots or all layers share one pool", choices=("layer", "global")),
-    Setting("policy", str, "lru", "which resident expert leaves when a slot is needed", choices=("lru", "weighted-lru")),
-    Setting("storage", str, "pread", "how a missing expert is read from its file", choices=("mmap", "pread")),
+    Setting("policy", str, "lru", "which resident expert leaves when a slot is needed", choices=LIVE_POLICIES, also=_policy_object),
+    Setting("lookup", str, "atomic", "atomic serves a step's hits, then chooses victims outside the step; serial takes one "
+            "expert after the other, as some engines do", choices=("atomic", "serial", "serial-hits-first")),
+    Setting("order", str, "rank", "order of a step's experts under serial lookup", choices=("rank", "id", "random")),
+    Setting("admission", str, "forced", "whether every expert that was read must be kept", choices=ADMISSIONS),
+    Setting("cache_seed", int, 0, "seed of random victims and random order", minimum=0),
+    Setting("cache_reset", str, "never", "when the cache starts cold again", choices=("never", "per-sequence")),
+    Setting("cache_start", str, "empty", "what is resident at first: nothing, or `cache_blocks`, for good or until evicted",
+            choices=("empty", "pinned", "preloaded")),
+    Setting("cache_blocks", list, None, "(layer, block) pairs, or a JSON file of them, for cache_start and pinning policies",
+            also=read_pairs),
+    Setting("future", object, None, "trace of the run to come, for the oracles belady and belady-bypass"),
+    Setting("prefetch", str, "none", "who guesses the next layer's experts: the layer's last step, a transition table, "
+            "popularity, or the next layer's router run early (lookahead)", choices=("none", "same", "markov", "popular", "lookahead")),
+    Setting("prefetch_budget", int, None, "most experts fetched ahead per layer. Default: top-k", minimum=1),
+    Setting("storage", str, "pread", "how a missing expert is read: mmap copies from a mapping, pread reads through the page "
+            "cache, direct goes past it, modelled reads and then accounts the time of the disk described by disk_*",
+            choices=("mmap", "pread", "direct", "modelled")),
+    Setting("disk_bandwidth", str, "1 GB/s", "of a modelled disk", also=parse_rate),
+    Setting("disk_latency_us", float, 100.0, "of a modelled disk, per read", minimum=0.0),
+    Setting("disk_queue_depth", int, 8, "reads a modelled disk works on at once", minimum=1),
+    Setting("disk_page_cache", str, "0 B", "page cache in front of a modelled disk", also=parse_size),
     Setting("loader_threads", int, 2, "threads that read missing experts while resident ones compute", minimum=1, maximum=64),
     Setting("threads", int, None, "compute threads. Default: physical cores", minimum=1, maximum=256),
     Setting("kv_cache_type", str, "paged", "paged allocates the KV cache page by page; naive takes max_seq_len at once",

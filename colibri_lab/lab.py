@@ -20,6 +20,7 @@ from .engine.tokenizer import Tokenizer
 from .errors import ColibriError, SettingError, TokenizerError
 from .kernels import load, simd
 from .telemetry import Step
+from .units import parse_size
 
 
 class Lab:
@@ -217,6 +218,15 @@ def _effective(settings: dict, container: Container) -> dict:
     layers = len(config.moe_layers) if s["scope"] == "global" else 1
     if s["expert_cache_slots"] is None:
         s["expert_cache_slots"] = 4 * config.top_k * layers
+    elif isinstance(s["expert_cache_slots"], str):
+        each = container.slot_bytes if s["scope"] == "global" else container.slot_bytes * len(config.moe_layers)
+        wanted = parse_size(s["expert_cache_slots"], "expert_cache_slots")
+        s["expert_cache_slots"] = wanted // each
+        if not s["expert_cache_slots"]:
+            raise SettingError(
+                f"expert_cache_slots {wanted} bytes hold no slot{'' if s['scope'] == 'global' else ' per layer'}: at least "
+                f"{each} bytes are needed"
+            )
     s["expert_cache_slots"] = min(s["expert_cache_slots"], container.blocks * layers)
     if s["threads"] is None:
         s["threads"] = machine.cores()[0]

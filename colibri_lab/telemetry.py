@@ -40,11 +40,13 @@ class Step:
     stages: dict[str, float] = field(default_factory=dict)  # stage -> seconds, exclusive, sums to wall_s
     calls: dict[str, int] = field(default_factory=dict)
     wall_s: float = 0.0
-    hits: int = 0  # distinct (layer, block) requests found resident
+    hits: int = 0  # distinct (layer, block) requests found resident, fetched on demand earlier
+    prefetch_hits: int = 0  # requests found because they were fetched ahead, on time or still under way
     misses: int = 0  # requests that had to be read
     bytes_loaded: int = 0
     load_service_s: float | None = None  # summed over loader threads; None when the storage cannot tell
-    hit_rate: float | None = None  # hits / (hits + misses) of this step; None when no expert was asked for
+    device_bytes: int | None = None  # of bytes_loaded, not from the page cache; None when the system does not tell
+    hit_rate: float | None = None  # hits / all requests of this step, prefetch not credited; None without requests
     running_hit_rate: float | None = None  # the same over all decode steps so far (prefill while there are none)
 
 
@@ -87,7 +89,7 @@ class Recorder:
             wall_s=(self._mark - self._start) / 1e9,
             **facts,
         )
-        asked = step.hits + step.misses
+        asked = step.hits + step.prefetch_hits + step.misses
         self._hits[step.phase] += step.hits
         self._asked[step.phase] += asked
         step.hit_rate = step.hits / asked if asked else None
@@ -144,10 +146,12 @@ def step_table(steps: list[Step]) -> pd.DataFrame:
             "text": s.text,
             "wall_ms": s.wall_s * 1e3,
             "hits": s.hits,
+            "prefetch_hits": s.prefetch_hits,
             "misses": s.misses,
             "hit_rate": s.hit_rate,
             "running_hit_rate": s.running_hit_rate,
             "bytes_loaded": s.bytes_loaded,
+            "device_bytes": s.device_bytes,
             "load_service_ms": None if s.load_service_s is None else s.load_service_s * 1e3,
             **{f"{stage}_ms": s.stages.get(stage, 0.0) * 1e3 for stage in STAGES},
         }

@@ -46,3 +46,15 @@ def format_size(size: float, binary: bool = False) -> str:
     name, value = next((n, v) for n, v in [*units.items()][::-1] if abs(size) >= v or v == 1)
     shown = size / value
     return f"{shown:.0f} {name}" if value == 1 or abs(shown) >= 1000 else f"{shown:.3g} {name}"
+
+
+def parse_rate(value: int | float | str, name: str = "rate") -> float:
+    """Bytes per second from a number or a text such as "500 MB/s". Raises `SettingError` as `parse_size`, and for 0."""
+    if isinstance(value, str):
+        size, slash, second = value.strip().rpartition("/")
+        if not slash or second.strip() != "s":
+            raise SettingError(f'{name} must be bytes per second, such as "500 MB/s", got {value!r}')
+        value = parse_size(size, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise SettingError(f"{name} must be a positive number of bytes per second, got {value!r}")
+    return float(value)

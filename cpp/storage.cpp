@@ -20,7 +20,7 @@ class BlockLoader {
         : memory_(memory) {
         expect_size("offsets", offsets.size(), paths.size(), "one per path");
         expect_size("bytes", bytes.size(), paths.size(), "one per path");
-        expect(mode == "mmap" || mode == "pread", "mode must be mmap or pread, got " + mode);
+        expect(mode == "mmap" || mode == "pread" || mode == "direct", "mode must be mmap, pread or direct, got " + mode);
         expect(lanes >= 1 && lanes <= 64, "lanes must be 1 to 64, got " + std::to_string(lanes));
         std::vector<BlockFile> files;
         for (size_t i = 0; i < paths.size(); ++i) {
@@ -28,10 +28,16 @@ class BlockLoader {
                    paths[i] + " needs " + std::to_string(bytes[i]) + " bytes, a buffer holds " + std::to_string(memory.shape(1)));
             files.push_back({paths[i], offsets[i], bytes[i]});
         }
-        loader_ = std::make_unique<Loader>(std::move(files), mode == "mmap" ? ReadMode::mmap : ReadMode::pread, lanes);
+        mode_ = mode == "mmap" ? ReadMode::mmap : mode == "direct" ? ReadMode::direct : ReadMode::pread;
+        if (mode_ == ReadMode::direct) {
+            bool aligned = reinterpret_cast<uintptr_t>(memory.data()) % kDirectAlign == 0 && memory.shape(1) % kDirectAlign == 0;
+            refusal_ = !aligned ? "the buffers are not page-aligned" : files.empty() ? "" : direct_refusal(files[0]);
+            if (!refusal_.empty()) mode_ = ReadMode::pread;
+        }
+        loader_ = std::make_unique<Loader>(std::move(files), mode_, lanes);
     }
 
-    std::vector<int64_t> submit(const std::vector<int>& files, const std::vector<int>& buffers) {
+    std::vector<int64_t> submit(const std::vector<int>& files, const std::vector<int>& buffers, bool urgent) {
         expect_size("buffers", buffers.size(), files.size(), "one per file");
         std::vector<std::pair<int, uint8_t*>> reads;
         for (size_t i = 0; i < files.size(); ++i) {
@@ -41,7 +47,7 @@ class BlockLoader {
             reads.push_back({file, memory_.data() + static_cast<size_t>(buffer) * memory_.shape(1)});
         }
         std::vector<int64_t> tickets(files.size());
-        std::iota(tickets.begin(), tickets.end(), loader_->submit(reads));
+        std::iota(tickets.begin(), tickets.end(), loader_->submit(reads, urgent));
         return tickets;
     }
 
@@ -68,6 +74,8 @@ class BlockLoader {
         return loader_->take_faults();
     }
 
+    bool done(int64_t ticket) { return loader_->done(ticket); }
+
     // Waits for everything that was submitted, whatever came of it.
     void drain() {
         nb::gil_scoped_release released;
@@ -78,14 +86,19 @@ class BlockLoader {
         nb::dict out;
         out["loads"] = loader_->loads();
         out["bytes_read"] = loader_->bytes_read();
+        int64_t device = loader_->device_bytes();
+        out["device_bytes"] = device < 0 ? nb::object(nb::none()) : nb::object(nb::int_(device));
         out["service_ns"] = loader_->service_ns();
         return out;
     }
 
-    int lanes() const { return loader_->lanes(); }
+    const char* mode() const { return mode_ == ReadMode::mmap ? "mmap" : mode_ == ReadMode::direct ? "direct" : "pread"; }
+    const std::string& refusal() const { return refusal_; }
 
 
    private:
+    ReadMode mode_;
+    std::string refusal_;
     nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> memory_;
     std::unique_ptr<Loader> loader_;
 };
@@ -97,11 +110,15 @@ NB_MODULE(storage, m) {
         .def(nb::init<std::vector<std::string>, std::vector<int64_t>, std::vector<int64_t>, const std::string&, int, nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>>(),
              nb::arg("paths"), nb::arg("offsets"), nb::arg("bytes"), nb::arg("mode"), nb::arg("lanes"), array("memory"),
              "File i holds its block at offsets[i], bytes[i] long. memory (buffers, buffer_bytes) u8 receives the blocks.")
-        .def("submit", &BlockLoader::submit, nb::arg("files"), nb::arg("buffers"), "Queue reads in order; returns their tickets.")
+        .def("submit", &BlockLoader::submit, nb::arg("files"), nb::arg("buffers"), nb::arg("urgent") = true,
+             "Queue reads in order; returns their tickets. Urgent reads go before all that are not.")
         .def("wait", &BlockLoader::wait, nb::arg("tickets"), "Block until all are done; returns faults as 'path: reason'.")
+        .def("done", &BlockLoader::done, nb::arg("ticket"), "Whether this read has finished.")
         .def("drain", &BlockLoader::drain, "Wait until no read is queued or under way; faults are dropped.")
-        .def("counters", &BlockLoader::counters, "loads, bytes_read and service_ns (summed over loader threads) so far.")
-        .def_prop_ro("lanes", &BlockLoader::lanes);
+        .def("counters", &BlockLoader::counters, "loads, bytes_read, device_bytes (not served by the page cache; None where the system does not tell) and\n"
+             "service_ns (summed over loader threads) so far.")
+        .def_prop_ro("mode", &BlockLoader::mode, "How blocks are read in fact: mmap, pread or direct.")
+        .def_prop_ro("refusal", &BlockLoader::refusal, "Why direct reads fell back to pread; empty when they did not.");
 }
 
 /*

@@ -9,14 +9,21 @@ buffers, which are counted in memory like slots.
 from __future__ import annotations
 
 import mmap
+import warnings
 
 import numpy as np
 
 from .. import kernels
 from ..checkpoint.container import Container
-from ..errors import StorageError
+from ..config import read_pairs
+from ..errors import SettingError, StorageError
+from ..units import parse_rate, parse_size
+from . import policies
+from .prefetch import Prefetcher
+from .storage import ModelledDevice, VirtualClock
 
 PHASES = {"prefill": 0, "decode": 1}
+FETCHING = 3  # StepResult.hit: fetched ahead and still under way
 
 
 class Lease:
@@ -29,19 +36,22 @@ class Lease:
         self.cache, self.layer = cache, layer
         self.blocks, self.slots, self.hit = result.blocks.tolist(), result.slots.tolist(), result.hit.tolist()
 
-        # Groups of blocks in computing order: residents; loads into free slots, a few at a time so that computing
-        # starts early; then loads that need a buffer this step has used before.
+        # Groups of blocks in computing order: residents; blocks fetched ahead that are still under way; loads into free
+        # slots, a few at a time so that computing starts early; then loads that need a buffer this step has used before.
         loads = list(zip(result.loads.tolist(), result.late.tolist(), strict=True))
         early = [index for (index, slot), late in loads if slot >= 0 and not late]
         rest = [index for (index, slot), late in loads if slot < 0 or late]
         lanes, wave = cache.lanes, max(1, cache.transient_buffers)
-        self._early = [early[i : i + lanes] for i in range(0, len(early), lanes)]
-        self._late = [rest[i : i + wave] for i in range(0, len(rest), wave)]
         tickets = cache.load(layer, [self.blocks[i] for i in early], [self.slots[i] for i in early]) if early else []
+        coming = [i for i, hit in enumerate(self.hit) if hit == FETCHING]
+        tickets = [cache.ahead.pop(self.slots[i]) for i in coming] + tickets
+        early = coming + early
+        self._early = [early[i : i + lanes] for i in range(0, len(early), lanes)]
         self._tickets = [tickets[i : i + lanes] for i in range(0, len(early), lanes)]
+        self._late = [rest[i : i + wave] for i in range(0, len(rest), wave)]
 
         members = _members(self.blocks, ids, cache.block_size)
-        resident = [i for i, hit in enumerate(self.hit) if hit]
+        resident = [i for i, hit in enumerate(self.hit) if hit and hit != FETCHING]
         experts, buffers, self._ends = [], [], [0]  # _ends[n]: experts in the first n blocks of computing order
         for index in (*resident, *early, *rest):
             experts += members[index]
@@ -93,65 +103,152 @@ def _members(blocks: list[int], ids: np.ndarray, block_size: int) -> list[list[i
 class ExpertCache:
     """Slots in memory, kept full by the policy. See the module's first paragraph.
 
-    settings: expert_cache_slots, scope, policy, storage, loader_threads, log_level. `memory` (buffers, slot_bytes) uint8
-    holds a block in each row; rows are slots, then transient buffers.
+    `memory` (buffers, slot_bytes) uint8 holds a block in each row; rows are slots, then transient buffers. `clock` gives
+    nanoseconds; with modelled storage it runs as if the modelled device had been waited for.
     """
 
     def __init__(self, container: Container, settings: dict):
         config = container.config
         self.container, self.layers, self.blocks = container, config.moe_layers, container.blocks
-        self.block_size = container.block_size
-        self.lanes, self.scope, self.policy = settings["loader_threads"], settings["scope"], settings["policy"]
-        self.slots = settings["expert_cache_slots"]
-        pools = 1 if self.scope == "global" else len(self.layers)
+        self.block_size, self.settings = container.block_size, settings
+        self.lanes, self.slots = settings["loader_threads"], settings["expert_cache_slots"]
+        pools = 1 if settings["scope"] == "global" else len(self.layers)
         self.first_transient = self.slots * pools
-        short = self.slots < self.blocks  # then one step may want more blocks than there are slots
-        self.transient_buffers = min(self.blocks, max(4, 2 * self.lanes)) if short else 0
+        # Where everything has a slot nothing ever streams through, unless the policy keeps only a chosen set.
+        streams = self.first_transient < len(self.layers) * self.blocks or settings["policy"] == "static-pin"
+        self.transient_buffers = min(self.blocks, max(4, 2 * self.lanes)) if streams else 0
 
         buffers = self.first_transient + self.transient_buffers
         self.slot_bytes = -(-container.slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._region = mmap.mmap(-1, buffers * self.slot_bytes)  # page-aligned; the system fills pages when touched
         self.memory = np.frombuffer(self._region, np.uint8).reshape(buffers, self.slot_bytes)
-        headers = [container.block_layout(layer, b) for layer in self.layers for b in range(self.blocks)]
-        self._bytes = [h.payload_bytes for h in headers]
-        self._loader = kernels.load("storage").BlockLoader(
-            [str(h.path) for h in headers], [h.payload_offset for h in headers], self._bytes, settings["storage"],
-            self.lanes, self.memory,
-        )  # fmt: skip
+        self._open_storage()
         self._core = kernels.load("expert_cache").ExpertCache(
-            len(self.layers), self.blocks, self.slots, self.scope, self.policy
-        )
+            len(self.layers), self.blocks, self.slots, settings["scope"], settings["policy"], lookup=settings["lookup"],
+            order=settings["order"], admission=settings["admission"], seed=settings["cache_seed"],
+            future=_future(settings, self.layers, self.block_size),
+        )  # fmt: skip
+        self._pin()
+        budget = settings["prefetch_budget"] or config.top_k
+        ahead = settings["prefetch"] != "none"
+        self.prefetcher = Prefetcher(settings["prefetch"], len(self.layers), self.blocks, budget) if ahead else None
+        self.ahead: dict[int, int] = {}  # buffer → ticket of a block fetched ahead that may still be under way
+        self._due: dict[int, int] = {}  # ticket → when a modelled device has it, in nanoseconds of `clock`
         self._events: list[tuple] | None = [] if settings["log_level"] == "debug" else None
         self._steps = 0
         self.bytes_loaded = np.zeros((len(self.layers), 2), np.int64)  # (layer, phase)
+
+    def _open_storage(self) -> None:
+        s, headers = self.settings, [self.container.block_layout(layer, b) for layer in self.layers for b in range(self.blocks)]
+        self._bytes = [h.payload_bytes for h in headers]
+        mode = "pread" if s["storage"] == "modelled" else s["storage"]
+        self._loader = kernels.load("storage").BlockLoader(
+            [str(h.path) for h in headers], [h.payload_offset for h in headers], self._bytes, mode, self.lanes, self.memory
+        )
+        if self._loader.refusal:
+            warnings.warn(f"storage direct is not possible here ({self._loader.refusal}): reading with pread", stacklevel=4)
+        self.storage = s["storage"] if s["storage"] == "modelled" else self._loader.mode
+        self.clock = VirtualClock()
+        self.device = None
+        if s["storage"] == "modelled":
+            self.device = ModelledDevice(
+                parse_rate(s["disk_bandwidth"]), s["disk_latency_us"] / 1e6, s["disk_queue_depth"], parse_size(s["disk_page_cache"])
+            )
 
     def acquire(self, layer: int, ids: np.ndarray, weights: np.ndarray, phase: str) -> Lease:
         """Ask for the experts of one step: layer (number among the MoE layers), ids (tokens, k) uint16, weights float32.
 
         Decides hits and victims, starts the loads that have a free slot, and returns the `Lease`.
         """
+        if self.ahead:
+            self._note_arrivals()
         blocks = ids.reshape(-1) if self.block_size == 1 else ids.reshape(-1) // np.uint16(self.block_size)
         result = self._core.step(layer, blocks, PHASES[phase], weights.reshape(-1))
         lease = Lease(self, layer, ids, result)
-        first = layer * self.blocks
-        self.bytes_loaded[layer, PHASES[phase]] += sum(
-            self._bytes[first + block] for block, hit in zip(lease.blocks, lease.hit, strict=True) if not hit
-        )
+        self._count(layer, PHASES[phase], [block for block, hit in zip(lease.blocks, lease.hit, strict=True) if not hit])
         if self._events is not None:
             self._log(lease, ids, result.victims.tolist())
         self._steps += 1
+        if self.prefetcher:
+            self.prefetch(*self.prefetcher.after(layer, lease.blocks), phase)
         return lease
 
-    def load(self, layer: int, blocks: list[int], buffers: list[int]) -> list[int]:
-        """Queue reads of a layer's blocks into buffers; returns their tickets."""
-        return self._loader.submit([layer * self.blocks + block for block in blocks], buffers)
+    def prefetch(self, layer: int, blocks: list[int], phase: str) -> None:
+        """Start reading blocks that `layer` may want, where that displaces nothing warmer."""
+        if not blocks:
+            return
+        result = self._core.prefetch(layer, np.array(blocks, np.uint16))
+        accepted, slots = result.blocks.tolist(), result.slots.tolist()
+        self.ahead.update(zip(slots, self.load(layer, accepted, slots, urgent=False), strict=True))
+        self._count(layer, PHASES[phase], accepted)
+
+    def load(self, layer: int, blocks: list[int], buffers: list[int], urgent: bool = True) -> list[int]:
+        """Queue reads of a layer's blocks into buffers; returns their tickets. Urgent reads overtake those fetched ahead."""
+        overwritten = [self.ahead.pop(buffer) for buffer in buffers if buffer in self.ahead]
+        if overwritten:
+            self._loader.wait(overwritten)  # two reads into one buffer must not race
+        files = [layer * self.blocks + block for block in blocks]
+        tickets = self._loader.submit(files, buffers, urgent)
+        if self.device:
+            now_s = self.clock() / 1e9
+            for file, ticket in zip(files, tickets, strict=True):
+                self._due[ticket] = int(self.device.read(file, self._bytes[file], now_s) * 1e9)
+        return tickets
 
     def wait(self, tickets: list[int]) -> None:
         """Block until these reads are done. After a failed read the cache is emptied, since a slot holds rubbish."""
+        begun = self.clock()
         faults = self._loader.wait(tickets)
+        if self.device:
+            self.clock.jump_to(max(begun, *(self._due.pop(ticket) for ticket in tickets)))
         if faults:
             self.reset()
             raise StorageError(f"{faults[0]}; run `colibri validate {self.container.dir}`")
+
+    def _note_arrivals(self) -> None:
+        now = self.clock()
+        for buffer, ticket in list(self.ahead.items()):
+            if self._loader.done(ticket) and self._due.get(ticket, now) <= now:
+                del self.ahead[buffer]
+                self._due.pop(ticket, None)
+                self._core.loaded(buffer)
+
+    def _count(self, layer: int, phase: int, blocks: list[int]) -> None:
+        first = layer * self.blocks
+        self.bytes_loaded[layer, phase] += sum(self._bytes[first + block] for block in blocks)
+
+    def _pin(self) -> None:
+        """Make `cache_blocks` resident before the first step."""
+        start, given = self.settings["cache_start"], self.settings["cache_blocks"]
+        needs = "pins" in policies.policy(self.settings["policy"]).needs
+        if (start != "empty" or needs) != bool(given):
+            raise SettingError(
+                f"cache_start {start!r} with policy {self.settings['policy']!r} and {len(given or [])} cache_blocks do not go "
+                "together: give cache_blocks with pinned, preloaded or a pinning policy, and only then"
+            )
+        if not given:
+            return
+        pairs = [(self.layers.index(layer), block) for layer, block in self._known(read_pairs(given, "cache_blocks"))]
+        result = self._core.preload(pairs) if start == "preloaded" else self._core.pin(pairs)
+        for index, slot in result.loads.tolist():
+            layer, block = pairs[index]
+            self.device, device = None, self.device  # not part of any run
+            self.wait(self.load(layer, [block], [slot]))
+            self.device = device
+
+    def _known(self, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        for layer, block in pairs:
+            if layer not in self.layers or not 0 <= block < self.blocks:
+                raise SettingError(
+                    f"cache_blocks: ({layer}, {block}) does not exist; MoE layers are {self.layers[0]} to {self.layers[-1]}, "
+                    f"blocks 0 to {self.blocks - 1}"
+                )
+        return pairs
+
+    def start_sequence(self) -> None:
+        """A new text begins: with cache_reset per-sequence the cache starts cold."""
+        if self.settings["cache_reset"] == "per-sequence":
+            self.reset()
 
     def abandon(self) -> None:
         """After a step that was broken off: let the reads in flight land, then empty the cache, since a slot whose read
@@ -160,16 +257,25 @@ class ExpertCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every resident block and the policy's history; counters stay."""
+        """Forget every resident block but the pinned ones, and the policy's history; counters stay."""
+        self._loader.drain()
         self._core.reset()
+        self.ahead.clear()
+        self._due.clear()
 
     def counters(self) -> dict[str, np.ndarray]:
         """hits, misses, evictions, … as the core counts them: int64 (layers, phases)."""
         return self._core.counters()
 
     def load_service_s(self) -> float:
-        """Seconds that loader threads have spent reading, summed over threads."""
+        """Seconds that loader threads (or the modelled device) have spent reading, summed over reads."""
+        if self.device:
+            return self.device.service_s
         return self._loader.counters()["service_ns"] / 1e9
+
+    def device_bytes(self) -> int | None:
+        """Bytes that came from the device and not from the page cache; None where the system does not tell."""
+        return self.device.device_bytes if self.device else self._loader.counters()["device_bytes"]
 
     def residency(self) -> np.ndarray:
         """uint8 (moe_layers, experts): 0 absent, 1 resident, 2 resident and used by the layer's last step."""
@@ -189,3 +295,22 @@ class ExpertCache:
             gone = None if victim is None else (self.layers[victim[0]], victim[1])
             for expert in experts:
                 self._events.append((self._steps, self.layers[lease.layer], expert, block, bool(hit), slot, gone))
+
+
+def _future(settings: dict, layers: tuple[int, ...], block_size: int):
+    """The coming run as the core wants it, (layer, offsets, blocks), for the oracles; None for other policies."""
+    oracle = policies.policy(settings["policy"]).oracle
+    if oracle != (settings["future"] is not None):
+        raise SettingError(
+            f"policy {settings['policy']!r} {'needs' if oracle else 'takes no'} `future`, the trace of the run to come: record "
+            "one with lab.record(), then open the model with policy='belady', future=trace"
+        )
+    if not oracle:
+        return None
+    from ..trace import load_trace
+
+    trace = settings["future"]
+    events = (load_trace(trace) if isinstance(trace, (str, bytes)) or hasattr(trace, "__fspath__") else trace).events()
+    place = {layer: i for i, layer in enumerate(layers)}
+    index = np.array([place[layer] for layer in events.layer.tolist()], np.int32)
+    return index, events.offsets, (events.experts // np.uint16(block_size)).astype(np.uint16)

@@ -45,6 +45,8 @@ class Engine:
         self._head = self._linear(head, "embed" if self.config.tied_embeddings else "head")
         self._rms_norm = kernels.load("norm").rms_norm
         self.cache = ExpertCache(container, settings)
+        routers = [layer.router for layer in self.layers if layer.router]
+        self._lookahead = [r.copy_for("ahead") for r in routers] if settings["prefetch"] == "lookahead" else None
         self.kv = self.new_kv()
 
     def forward(self, ids: np.ndarray, phase: str, every: bool = False) -> np.ndarray:
@@ -74,6 +76,8 @@ class Engine:
             lease = self.cache.acquire(layer.moe_index, experts, weights, phase)
             for observer in self.observers:
                 observer(layer.index, experts, weights, lease)
+            if self._lookahead is not None:
+                self._fetch_ahead(layer.moe_index, h, phase)
             with self.stage("expert_compute"):
                 layer.experts.bucket(h, experts, lease.experts)
                 layer.experts.run(self.cache.memory, *lease.resident())
@@ -91,6 +95,13 @@ class Engine:
         with self.stage("head"):
             last = x if every else x[-1:]
             return self._head(self._normed(last, self._norm))
+
+    def _fetch_ahead(self, layer: int, h: np.ndarray, phase: str) -> None:
+        """Lookahead: the next layer's router, run early on this layer's input."""
+        if layer + 1 < len(self._lookahead):
+            ids, _ = self._lookahead[layer + 1](h)
+            blocks = dict.fromkeys((ids.reshape(-1) // self.container.block_size).tolist())
+            self.cache.prefetch(layer + 1, list(blocks)[: self.cache.prefetcher.budget], phase)
 
     def stage(self, name: str):
         return self.recorder.stage(name) if self.recorder else contextlib.nullcontext()

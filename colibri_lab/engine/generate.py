@@ -102,7 +102,8 @@ def fit_prompt(ids: list[int], max_tokens: int, max_seq_len: int) -> tuple[list[
 def stream(engine: Engine, tokenizer: Tokenizer, run: Run, stopping) -> Iterator[Step]:
     """Fill `run` step by step. `stopping()` is asked between steps; a closed generator ends the run as interrupted."""
     s, config = run.settings, engine.config
-    recorder = engine.recorder = Recorder()
+    recorder = engine.recorder = Recorder(engine.cache.clock)
+    engine.cache.start_sequence()
     run.steps = recorder.steps
     sampler = Sampler(s["temperature"], s["top_p"], s["seed"])
     decoder = StreamDecoder(tokenizer)
@@ -143,6 +144,7 @@ def stream(engine: Engine, tokenizer: Tokenizer, run: Run, stopping) -> Iterator
                 pending, phase = [[token]], "decode"
             recorder.begin(phase)
     finally:
+        run.text += decoder.finish()
         engine.kv.release()
         run.cache = before.table(engine)
         run.events = before.events(engine)
@@ -154,28 +156,39 @@ class Counters:
 
     def __init__(self, engine: Engine):
         cache = engine.cache
-        counted = cache.counters()
-        self.hits, self.misses = np.array(counted["hits"]), np.array(counted["misses"])
-        self.bytes, self.service_s = cache.bytes_loaded.copy(), cache.load_service_s()
+        self.counted = cache.counters()
+        self.bytes, self.service_s, self.device_bytes = cache.bytes_loaded.copy(), cache.load_service_s(), cache.device_bytes()
         self.event = len(cache.events)
 
     def since(self, before: Counters) -> dict:
         """Step fields: what happened after `before`."""
+
+        def more(name: str) -> int:
+            return int(self.counted[name].sum() - before.counted[name].sum())
+
+        told = self.device_bytes is not None and before.device_bytes is not None
         return dict(
-            hits=int(self.hits.sum() - before.hits.sum()),
-            misses=int(self.misses.sum() - before.misses.sum()),
+            hits=more("hits"),
+            prefetch_hits=more("prefetch_timely") + more("prefetch_late"),
+            misses=more("misses"),
             bytes_loaded=int(self.bytes.sum() - before.bytes.sum()),
+            device_bytes=self.device_bytes - before.device_bytes if told else None,
             load_service_s=self.service_s - before.service_s,
         )
 
     def table(self, engine: Engine) -> pd.DataFrame:
-        """layer, phase, hits, misses, loads, bytes since: a row per MoE layer and phase."""
+        """What happened since, a row per MoE layer and phase: layer, phase, hits (demand only), misses, loads (misses and
+        prefetches), bytes, evictions, and what became of prefetches: issued, timely, late, wasted."""
         now, rows = Counters(engine), []
+        columns = ["hits", "misses", "evictions", *(f"prefetch_{fate}" for fate in ("issued", "timely", "late", "wasted"))]
         for p, phase in enumerate(PHASES):
             for i, layer in enumerate(engine.cache.layers):
-                hits, misses = int(now.hits[i, p] - self.hits[i, p]), int(now.misses[i, p] - self.misses[i, p])
-                rows.append((layer, phase, hits, misses, misses, int(now.bytes[i, p] - self.bytes[i, p])))
-        return pd.DataFrame(rows, columns=["layer", "phase", "hits", "misses", "loads", "bytes"])
+                more = {name: int(now.counted[name][i, p] - self.counted[name][i, p]) for name in columns}
+                loads = more["misses"] + more["prefetch_issued"]
+                loaded = int(now.bytes[i, p] - self.bytes[i, p])
+                rows.append({"layer": layer, "phase": phase, "loads": loads, "bytes": loaded, **more})
+        order = ["layer", "phase", "hits", "misses", "loads", "bytes", *columns[2:]]
+        return pd.DataFrame(rows, columns=order)
 
     def events(self, engine: Engine) -> pd.DataFrame:
         columns = ["step", "layer", "expert", "block", "hit", "slot", "victim"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from .. import kernels
@@ -37,10 +39,17 @@ class Router:
 
     def __init__(self, config: RouterConfig, k: int, linear: Linear, bias: np.ndarray | None, work: Workspace, threads: int):
         self.config, self.k, self.linear, self.bias, self.work, self.threads = config, k, linear, bias, work, threads
+        self.scratch = "router"
+
+    def copy_for(self, scratch: str) -> Router:
+        """The same router with scratch of its own, so that two results can be looked at together."""
+        other = copy.copy(self)
+        other.scratch = scratch
+        return other
 
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (tokens, hidden) → ids (tokens, k) uint16 and weights (tokens, k) float32."""
-        logits = self.linear(x, self.work.take("router_logits", (len(x), self.linear.rows)))
-        ids = self.work.take("expert_ids", (len(x), self.k), np.uint16)
-        weights = self.work.take("expert_weights", (len(x), self.k))
+        logits = self.linear(x, self.work.take(f"{self.scratch}_logits", (len(x), self.linear.rows)))
+        ids = self.work.take(f"{self.scratch}_ids", (len(x), self.k), np.uint16)
+        weights = self.work.take(f"{self.scratch}_weights", (len(x), self.k))
         return _route_into(logits, self.config, self.bias, ids, weights, self.threads)

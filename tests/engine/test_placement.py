@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import colibri_lab as cl
+from colibri_lab.cache.policies import POLICIES
 from colibri_lab.config import SETTINGS
 
 PROMPT = list(range(40, 100))
@@ -34,8 +35,8 @@ def baseline(family_container):
 @pytest.mark.parametrize("scope", ["layer", "global"])
 def test_cache_settings_leave_every_bit_alone(family_container, baseline, block_size, scope):
     container = family_container("glm4_moe", expert_block_size=block_size)
-    for slots, policy, kv, threads in itertools.product(
-        (1, 4, 16, 1000), SETTINGS["policy"].choices, ("paged", "naive"), (1, 2)
+    for slots, policy, (kv, threads) in itertools.product(
+        (1, 4, 16, 1000), ("lru", "weighted-lru"), (("paged", 1), ("paged", 2), ("naive", 1), ("naive", 2))
     ):
         lab = cl.open(
             container, allow_fp32=True, expert_cache_slots=slots, policy=policy, scope=scope, kv_cache_type=kv, threads=threads
@@ -43,7 +44,7 @@ def test_cache_settings_leave_every_bit_alone(family_container, baseline, block_
         np.testing.assert_array_equal(decoded(lab), baseline, err_msg=f"{slots} {policy} {scope} {kv} {threads}")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     slots=st.integers(1, 12),
     page=st.integers(1, 300),
@@ -51,11 +52,22 @@ def test_cache_settings_leave_every_bit_alone(family_container, baseline, block_
     lanes=st.integers(1, 4),
     storage=st.sampled_from(SETTINGS["storage"].choices),
     threads=st.integers(1, 4),
+    policy=st.sampled_from([p.name for p in POLICIES.values() if not p.needs]),
+    lookup=st.sampled_from(SETTINGS["lookup"].choices),
+    order=st.sampled_from(SETTINGS["order"].choices),
+    admission=st.sampled_from(SETTINGS["admission"].choices),
+    scope=st.sampled_from(SETTINGS["scope"].choices),
+    prefetch=st.sampled_from(SETTINGS["prefetch"].choices),
+    block_size=st.sampled_from([1, 3]),
 )
-def test_any_other_placement_leaves_every_bit_alone(family_container, baseline, slots, page, tile, lanes, storage, threads):
+def test_any_placement_leaves_every_bit_alone(
+    family_container, baseline, slots, page, tile, lanes, storage, threads, policy, lookup, order, admission, scope, prefetch,
+    block_size,
+):  # fmt: skip
     lab = cl.open(
-        family_container("glm4_moe"), allow_fp32=True, expert_cache_slots=slots, page_size=page, gemm_block_size=tile,
-        loader_threads=lanes, storage=storage, threads=threads,
+        family_container("glm4_moe", expert_block_size=block_size), allow_fp32=True, expert_cache_slots=slots, page_size=page,
+        gemm_block_size=tile, loader_threads=lanes, storage=storage, threads=threads, policy=policy, lookup=lookup, order=order,
+        admission=admission, scope=scope, prefetch=prefetch,
     )  # fmt: skip
     np.testing.assert_array_equal(decoded(lab), baseline)
 
