@@ -7,8 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from ..cli import command, count, print_json
-from ..errors import StorageError
+from ..cli import command, count, plain, print_json
+from ..errors import SettingError, StorageError
+from ..units import format_size
 
 PHASES = ("all", "decode", "prefill")
 
@@ -43,6 +44,26 @@ def add_commands(commands) -> None:
     _add_output(p)
     _add_import(p)
 
+    p = command(commands, "replay", replay, "what cache policies would have hit, missed and read on a trace")
+    _add_input(p)
+    p.add_argument(
+        "--policy", default="lru", metavar="LIST", help="policies, such as lru,belady-bypass, or all (default: lru)"
+    )
+    p.add_argument("--slots", type=sizes, default=[8], metavar="LIST",
+                   help="sizes: slots per layer, or in all under --scope global, or bytes such as 4000MiB (default: 8)")  # fmt: skip
+    _add_contract(p)
+    p.add_argument("--fit", metavar="FILE", help="trace from which static-pin and pin+lru choose their set")
+    p.add_argument("--json", action="store_true", help="print one JSON object per policy and size, in a list")
+
+    p = command(commands, "curve", curve, "hit rate at every cache size")
+    _add_input(p)
+    p.add_argument("--policy", default="all", metavar="LIST", help="policies, or all (default: all)")
+    _add_contract(p)
+    p.add_argument("--out", metavar="FILE", help="write the table: .parquet, .csv or .json")
+    p.add_argument("--plot", metavar="FILE", help="write the picture: .png")
+    p.add_argument("--overwrite", action="store_true", help="replace files that are already there")
+    p.add_argument("--json", action="store_true", help="print the table as JSON, a row per policy and size")
+
     p = command(commands, "locality", locality, "how cacheable a trace is: overlap, reuse, popularity, predictability")
     _add_input(p)
     p.add_argument("--phase", choices=PHASES, help="default: decode where there is any")
@@ -61,6 +82,42 @@ def _add_import(p) -> None:
     p.add_argument("--format", metavar="NAME", help="importer to use; by default the content decides")
     p.add_argument("--set", dest="options", action="append", default=[], type=option, metavar="NAME=VALUE",
                    help="what the file does not say, such as num_experts=64 (repeat for more)")  # fmt: skip
+
+
+# Contract fields as flags: name -> (what to parse, choices as shown, help). Left-out flags take the contract's default.
+_CONTRACT = {
+    "scope": (str, "layer|global", "whether each layer owns its slots or all share one pool"),
+    "lookup": (str, "atomic|serial|serial-hits-first", "how the experts of an event meet the cache"),
+    "order": (str, "rank|id|random", "order of an event's experts, for the serial lookups"),
+    "seed": (count, "N", "seed of everything random"),
+    "admission": (str, "forced|bypass", "whether every missed block is kept"),
+    "reset": (str, "never|per-sequence", "cold cache at each new text"),
+    "phase": (str, "all|decode|prefill", "what is counted; both phases always run"),
+    "count": (str, "union|logical", "what an access is: a distinct block of an event, or a block asked for by a token"),
+    "warmup_steps": (count, "N", "first steps that run without being counted"),
+    "block_size": (count, "N", "experts in one block"),
+}
+
+
+def _add_contract(p) -> None:
+    group = p.add_argument_group("contract")
+    for name, (kind, shown, text) in _CONTRACT.items():
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, type=kind, metavar=shown, default=argparse.SUPPRESS, help=text)
+    group.add_argument("--threads", type=count, metavar="N", help="replays at a time (default: one per core)")
+
+
+def contract(args) -> dict:
+    """The contract fields that were given."""
+    return {name: getattr(args, name) for name in _CONTRACT if hasattr(args, name)}
+
+
+def sizes(text: str) -> list[int | str]:
+    """4,8,4000MiB as slot counts and sizes in bytes."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"expected sizes such as 4,8,4000MiB, got {text!r}")
+    return [int(part) if part.isascii() and part.isdigit() else part for part in parts]
 
 
 def _add_output(p) -> None:
@@ -110,9 +167,9 @@ def read(args, path=None):
     return load_trace(args.trace if path is None else path, format=args.format, **dict(args.options))
 
 
-def output(args) -> Path:
+def output(args, name=None) -> Path:
     """The file to write, refused when it is there already or is one of the inputs."""
-    path = Path(args.out)
+    path = Path(args.out if name is None else name)
     inputs = args.traces if hasattr(args, "traces") else [args.trace]
     if any(path.exists() and Path(i).exists() and path.samefile(i) for i in inputs):
         raise StorageError(f"{path} is an input of this command; write to another file")
@@ -187,6 +244,70 @@ def concat(args) -> int:
 
 def wrote(path: Path, trace) -> int:
     print(f"{path}: {trace!r}", file=sys.stderr)
+    return 0
+
+
+def replay(args) -> int:
+    """`colibri replay`."""
+    from .replay import grid
+
+    trace = read(args)
+    fit = None if args.fit is None else read(args, args.fit)
+    tables = grid(trace, args.policy, args.slots, threads=args.threads, fit=fit, **contract(args))
+    totals = [table.attrs["totals"] for table in tables]
+    if args.json:
+        print_json(totals)
+    else:
+        print(replay_text(totals))
+    return 0
+
+
+def replay_text(totals: list[dict]) -> str:
+    """A line per policy and size, then what the rates are divided by and every note once."""
+    lines = [
+        f"{'policy':<16}{'slots':>9}{'hit rate':>10}{'full events':>13}{'misses':>11}{'first uses':>12}{'read':>12}"
+    ]
+    for one in totals:
+        size = one["slots"] if isinstance(one["slots"], int) else format_size(one["capacity_bytes"])
+        rates = [("-" if one[name] is None else f"{one[name]:.2%}") for name in ("hit_rate", "full_event_hit_rate")]
+        loaded = "not known" if one["bytes_loaded"] is None else format_size(one["bytes_loaded"])
+        lines.append(f"{one['policy']:<16}{size:>9}{rates[0]:>10}{rates[1]:>13}{one['misses']:>11}{one['compulsory']:>12}"
+                     f"{loaded:>12}")  # fmt: skip
+    first = totals[0]
+    lines.append(f"\nscope {first['scope']}, lookup {first['lookup']}, admission {first['admission']}")
+    lines += [f"{name.replace('_', ' ')}: {value}" for name, value in first["denominators"].items()]
+    lines += [f"note: {note}" for note in dict.fromkeys(note for one in totals for note in one["notes"])]
+    return "\n".join(lines)
+
+
+def curve(args) -> int:
+    """`colibri curve`."""
+    table_path = None if args.out is None else output(args)
+    plot_path = None if args.plot is None else output(args, args.plot)
+    kind = None if table_path is None else table_path.suffix
+    if kind not in (None, ".parquet", ".csv", ".json"):
+        raise SettingError(f"--out {table_path}: the name must end in .parquet, .csv or .json")
+    if plot_path is not None and plot_path.suffix != ".png":
+        raise SettingError(f"--plot {plot_path}: the name must end in .png")
+    table = read(args).curve(policies=args.policy, threads=args.threads, **contract(args))
+    if table_path is not None:
+        from .formats.common import whole_file
+
+        with whole_file(table_path) as part:
+            if kind == ".json":
+                part.write_text(json.dumps(plain(table)))
+            else:
+                getattr(table, f"to_{kind[1:]}")(part, index=False)
+    if plot_path is not None:
+        from ..ui.trace_plots import curves
+        from .formats.common import whole_file
+
+        with whole_file(plot_path) as part:
+            part.write_bytes(curves(table).png())
+    if args.json:
+        print_json(table)
+    elif table_path is None and plot_path is None:
+        print(curve_text(table))
     return 0
 
 
