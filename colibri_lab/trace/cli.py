@@ -247,13 +247,26 @@ def wrote(path: Path, trace) -> int:
     return 0
 
 
+def policies(names: str, trace):
+    """The policies to run; `all` leaves out those that need what the trace lacks, and says so."""
+    from ..cache.policies import POLICIES
+
+    if names != "all":
+        return names
+    lacks = trace.lacks()
+    left_out = [name for name, policy in POLICIES.items() if any(need in lacks for need in policy.needs)]
+    if left_out:
+        print(f"colibri: left out {', '.join(left_out)}: the trace lacks what it needs", file=sys.stderr)
+    return [name for name in POLICIES if name not in left_out]
+
+
 def replay(args) -> int:
     """`colibri replay`."""
     from .replay import grid
 
     trace = read(args)
     fit = None if args.fit is None else read(args, args.fit)
-    tables = grid(trace, args.policy, args.slots, threads=args.threads, fit=fit, **contract(args))
+    tables = grid(trace, policies(args.policy, trace), args.slots, threads=args.threads, fit=fit, **contract(args))
     totals = [table.attrs["totals"] for table in tables]
     if args.json:
         print_json(totals)
@@ -264,20 +277,26 @@ def replay(args) -> int:
 
 def replay_text(totals: list[dict]) -> str:
     """A line per policy and size, then what the rates are divided by and every note once."""
-    lines = [
-        f"{'policy':<16}{'slots':>9}{'hit rate':>10}{'full events':>13}{'misses':>11}{'first uses':>12}{'read':>12}"
-    ]
+    form = "{:<16}{:>9}{:>11}{:>10}{:>13}{:>10}{:>12}{:>11}"
+    lines = [form.format("policy", "slots", "admission", "hit rate", "full events", "misses", "first uses", "read")]
     for one in totals:
         size = one["slots"] if isinstance(one["slots"], int) else format_size(one["capacity_bytes"])
         rates = [("-" if one[name] is None else f"{one[name]:.2%}") for name in ("hit_rate", "full_event_hit_rate")]
         loaded = "not known" if one["bytes_loaded"] is None else format_size(one["bytes_loaded"])
-        lines.append(f"{one['policy']:<16}{size:>9}{rates[0]:>10}{rates[1]:>13}{one['misses']:>11}{one['compulsory']:>12}"
-                     f"{loaded:>12}")  # fmt: skip
+        line = (one["policy"], size, one["admission"], *rates, one["misses"], one["compulsory"], loaded)
+        lines.append(form.format(*line))
     first = totals[0]
-    lines.append(f"\nscope {first['scope']}, lookup {first['lookup']}, admission {first['admission']}")
+    lines.append(f"\nscope {first['scope']}, lookup {first['lookup']}")
     lines += [f"{name.replace('_', ' ')}: {value}" for name, value in first["denominators"].items()]
     lines += [f"note: {note}" for note in dict.fromkeys(note for one in totals for note in one["notes"])]
     return "\n".join(lines)
+
+
+def curve_text(table, rows: int = 16) -> str:
+    """Hit rate in %, a line per size (some sixteen of them) and a column per policy."""
+    wide = 100 * table.pivot_table(index="slots", columns="policy", values="hit_rate", sort=False).sort_index()
+    shown = wide.iloc[:: max(1, -(-len(wide) // rows))]
+    return "hit rate, % of accesses, by slots\n" + shown.to_string(float_format=lambda x: f"{x:.2f}")
 
 
 def curve(args) -> int:
@@ -289,7 +308,8 @@ def curve(args) -> int:
         raise SettingError(f"--out {table_path}: the name must end in .parquet, .csv or .json")
     if plot_path is not None and plot_path.suffix != ".png":
         raise SettingError(f"--plot {plot_path}: the name must end in .png")
-    table = read(args).curve(policies=args.policy, threads=args.threads, **contract(args))
+    trace = read(args)
+    table = trace.curve(policies=policies(args.policy, trace), threads=args.threads, **contract(args))
     if table_path is not None:
         from .formats.common import whole_file
 
