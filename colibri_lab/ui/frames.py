@@ -16,7 +16,7 @@ import pandas as pd
 from ..telemetry import STAGES
 from .theme import STAGE_GROUPS, both, policy_style
 
-SMOOTH = 8  # tokens in the trailing mean of the hit-rate line
+POINTS = 150  # most columns of the stacked picture; more tokens than that are averaged in groups
 ABSENT, RESIDENT, USED, MISSED = range(4)  # cells of the residency grid
 
 
@@ -50,12 +50,14 @@ class Frame:
     texts: tuple[str, ...] = ()  # beside each bar
     rows: tuple[str, ...] = ()  # names of the grid's rows
     note: str = ""
+    stride: int = 1  # tokens from one value to the next
     cursor: float | None = None  # the token that the grid shows
     empty: str = ""  # why there is nothing to see, and what to do
 
     def spec(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON for the browser."""
-        fields = ("kind", "title", "xlabel", "ylabel", "xlim", "ylim", "texts", "rows", "note", "cursor", "empty")
+        fields = ("kind", "title", "xlabel", "ylabel", "xlim", "ylim", "texts", "rows", "note")
+        fields += ("stride", "cursor", "empty")
         spec = {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in fields}
         series = [
             {"label": s.label, "color": both(s.color), "dash": list(s.dash), "width": s.width, "alpha": s.alpha}
@@ -90,11 +92,22 @@ class Decode:
         return np.divide(100.0 * self.hits, asked, out=np.full(len(asked), np.nan), where=asked > 0)
 
     @property
-    def hit_percent_smooth(self) -> np.ndarray:
-        """Of the last `SMOOTH` tokens together, fewer at the start."""
+    def wait_ms(self) -> np.ndarray:
+        """Wall time per token spent waiting for experts."""
+        return self.stage_ms[[name for name, *_ in STAGE_GROUPS].index("expert load wait")]
+
+    def trailing_hit_percent(self, count: int) -> np.ndarray:
+        """Of the last `count` tokens together, fewer at the start."""
         hits, asked = np.cumsum(self.hits), np.cumsum(self.hits + self.misses)
-        hits[SMOOTH:], asked[SMOOTH:] = hits[SMOOTH:] - hits[:-SMOOTH], asked[SMOOTH:] - asked[:-SMOOTH]
+        hits[count:], asked[count:] = hits[count:] - hits[:-count], asked[count:] - asked[:-count]
         return np.divide(100.0 * hits, asked, out=np.full(len(asked), np.nan), where=asked > 0)
+
+    def grouped_ms(self, size: int) -> np.ndarray:
+        """`stage_ms` as means over groups of `size` tokens, (groups of stages, ceil(tokens / size))."""
+        starts = np.arange(0, len(self), size)
+        if not len(starts):
+            return self.stage_ms
+        return np.add.reduceat(self.stage_ms, starts, axis=1) / np.minimum(size, len(self) - starts)
 
     @property
     def share_percent(self) -> np.ndarray:
@@ -140,16 +153,17 @@ def _percent(rate: float | None) -> str:
 
 
 def hit_rate(run, baseline=None, tokens: int = 0, cursor: float | None = None, empty: str = "") -> Frame:
-    """Hit rate per decoded token over `max(tokens, seen)` tokens: raw values faint, mean of the last few strong."""
+    """Hit rate per decoded token on an axis of at least `tokens`: each token faint, the last few together strong."""
     now, kept = decode_of(run), None if baseline is None else decode_of(baseline)
     length = max(len(now), len(kept) if kept else 0)
+    last = max(8, max(tokens, length) // 40)
     color, dash = policy_style(_policy_of(run))
     rows, series = [], []
     if kept is not None:
-        rows.append(kept.hit_percent_smooth)
+        rows.append(kept.trailing_hit_percent(last))
         label = f"kept: {label_of(baseline, 'other run')}: {_percent(kept.hit_rate)}"
         series.append(Series(label, "kept", (3, 3)))
-    rows += [now.hit_percent, now.hit_percent_smooth]
+    rows += [now.hit_percent, now.trailing_hit_percent(last)]
     series.append(Series("", color, (), 1.0, 0.3))
     label = f"{label_of(run, 'this run')}: {_percent(now.hit_rate)}" if len(now) else ""
     series.append(Series(label, color, dash, 2.2))
@@ -165,38 +179,46 @@ def hit_rate(run, baseline=None, tokens: int = 0, cursor: float | None = None, e
         tuple(series),
         xlim=(0, max(tokens, length, 2) - 1),
         ylim=(0, 100),
-        note=f"line: last {SMOOTH} tokens",
+        note=f"line: last {last} tokens",
         cursor=cursor,
         empty=empty,
     )
 
 
-def latency_top(*sources) -> float:
-    """A round number of ms above 95 % of each run's tokens; what sticks out is counted beside the picture."""
-    tops = [np.percentile(d.wall_ms, 95) for s in sources if s is not None and len(d := decode_of(s))]
-    if not tops:
+def latency_top(*sources, size: int = 1) -> float:
+    """A round number of ms above 90 % of each run's groups of `size` tokens; what sticks out is told in the note."""
+    sums = [decode_of(s).grouped_ms(size).sum(axis=0) for s in sources if s is not None]
+    tops = [np.percentile(ms, 90, method="higher") for ms in sums if len(ms)]
+    need = 1.15 * max(tops, default=0.0)
+    if need <= 0:
         return 1.0
-    need = 1.15 * max(tops)
-    unit = 10.0 ** np.floor(np.log10(need)) if need > 0 else 1.0
-    return float(next((m * unit for m in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if m * unit >= need), 10 * unit))
+    unit = 10.0 ** np.floor(np.log10(need))
+    return float(next(m * unit for m in (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15) if m * unit >= need))
+
+
+def group_size(tokens: int) -> int:
+    """Tokens averaged into one column of the stacked picture when it spans `tokens`."""
+    return max(1, -(-tokens // POINTS))
 
 
 def stage_latency(run, baseline=None, tokens: int = 0, top: float = 0.0, cursor=None, empty: str = "") -> Frame:
     """Wall time per decoded token, stacked by stage. `top` in ms keeps the axis of an earlier picture if it suffices."""
     now = decode_of(run)
-    top = max(top, latency_top(now, baseline))
-    above = int((now.wall_ms > top).sum())
-    note = f"{above} token{'s' * (above != 1)} above, up to {now.wall_ms.max():.3g} ms" if above else ""
+    size = group_size(max(tokens, len(now)))
+    values = now.grouped_ms(size)
+    top = max(top, latency_top(now, baseline, size=size))
+    above = int((values.sum(axis=0) > top).sum())
     return Frame(
         "stack",
         "Time per token, by stage",
         "decoded token",
-        "ms per token",
-        now.stage_ms.astype(np.float32),
+        "ms per token" + (f", mean of {size}" if size > 1 else ""),
+        values.astype(np.float32),
         tuple(Series(name, color) for name, _, color in STAGE_GROUPS),
         xlim=(0, max(tokens, len(now), 2) - 1),
         ylim=(0, top),
-        note=note,
+        note=f"{above} above, up to {values.sum(axis=0).max():.3g} ms" if above else "",
+        stride=size,
         cursor=cursor,
         empty=empty,
     )

@@ -76,7 +76,7 @@ function lines(g, W, H, spec, at, ui) {
     for (let k = 0; k < n; k++) {
       const v = at(i * n + k);
       if (Number.isNaN(v)) { down = false; continue; }
-      if (down) g.lineTo(px(k), py(v)); else g.moveTo(px(k), py(v));
+      if (down) g.lineTo(px(k * spec.stride), py(v)); else g.moveTo(px(k * spec.stride), py(v));
       down = true;
     }
     g.stroke();
@@ -98,14 +98,14 @@ function stack(g, W, H, spec, at, ui) {
   for (let i = 0; i < m && n; i++) {
     g.fillStyle = spec.series[i].color[ui.dark];
     g.beginPath();
-    for (let k = 0; k < n; k++) g.lineTo(px(k), py(base[k]));
+    for (let k = 0; k < n; k++) g.lineTo(px(k * spec.stride), py(base[k]));
     if (n === 1) g.lineTo(px(0) + 3, py(base[0]));
     if (n === 1) g.lineTo(px(0) + 3, py(base[0] + at(i)));
     let low = -Infinity, high = Infinity;  // the free strip of the band over the width of its name
-    const reach = Math.min(n, Math.ceil((130 / box.w) * (spec.xlim[1] - spec.xlim[0])));
+    const reach = Math.ceil(((130 / box.w) * (spec.xlim[1] - spec.xlim[0])) / spec.stride);
     for (let k = n - 1; k >= 0; k--) {
       const top = base[k] + at(i * n + k);
-      g.lineTo(px(k), py(top));
+      g.lineTo(px(k * spec.stride), py(top));
       if (k < reach) { low = Math.max(low, base[k]); high = Math.min(high, top); }
       base[k] = top;
     }
@@ -124,7 +124,7 @@ function stack(g, W, H, spec, at, ui) {
 // Horizontal bars, in the order of the stack from the top down; the kept run is a tick.
 function bars(g, W, H, spec, at, ui) {
   const m = spec.shape[0];
-  const box = { x: 108, y: 26, w: W - 108 - 86 };
+  const narrow = W < 290, box = { x: 108, y: 26, w: W - 108 - (narrow ? 38 : 86) };
   box.h = H - box.y - 38;
   const { px } = axes(g, box, spec, ui.ink, ui.rule, { yTicks: false });
   const step = box.h / m;
@@ -140,7 +140,9 @@ function bars(g, W, H, spec, at, ui) {
       g.beginPath(); g.moveTo(px(kept), y + 1); g.lineTo(px(kept), y + step - 1); g.stroke();
       right = Math.max(w, px(kept) - box.x);
     }
-    g.fillStyle = ui.ink; g.textAlign = "left"; g.fillText(spec.texts[i] || "", box.x + right + 5, y + step / 2);
+    g.fillStyle = ui.ink; g.textAlign = "left"; 
+    const text = spec.texts[i] || "";  // "41 % · 2.1 ms"
+    g.fillText(narrow ? text.split(" · ")[0] : text, box.x + right + 5, y + step / 2);
   }
   g.strokeStyle = ui.ink; g.lineWidth = 1;
   g.beginPath(); g.moveTo(box.x, box.y); g.lineTo(box.x, box.y + box.h); g.stroke();
@@ -156,15 +158,15 @@ function gridBox(W, H, spec) {
 function grid(g, W, H, spec, at, ui, cell) {
   const [, L, E] = spec.shape, box = gridBox(W, H, spec);
   const colors = [ui.absent, ...spec.series.map((s) => s.color[ui.dark])];
-  let x = box.x;
   g.font = FONT; g.textBaseline = "middle"; g.textAlign = "left";
-  const compact = g.measureText(spec.series.map((s) => s.label).join("")).width + 70 > box.w;
+  const full = spec.series.map((s) => s.label), widths = (names) => g.measureText(names.join("")).width + 24 * names.length;
+  const names = widths(full) < W - 8 ? full : full.map((name) => name.split(/[ ,]/)[0]);
+  let x = Math.max(8, Math.min(box.x, W - widths(names)));
   spec.series.forEach((s, i) => {
-    const label = compact ? s.label.split(",")[0] : s.label;
     g.fillStyle = colors[i + 1]; g.fillRect(x, 27, 10, 10);
     if (i === 2) cross(g, x, 27, 10, 10, ui);
-    g.fillStyle = ui.ink; g.fillText(label, x + 14, 32);
-    x += g.measureText(label).width + 24;
+    g.fillStyle = ui.ink; g.fillText(names[i], x + 14, 32);
+    x += g.measureText(names[i]).width + 24;
   });
   for (let l = 0; l < L; l++) for (let e = 0; e < E; e++) {
     const state = at(l * E + e), cx = box.x + e * box.cw, cy = box.y + l * box.ch;
@@ -211,7 +213,7 @@ function render({ model, el }) {
   canvas.setAttribute("role", "img");
   const readout = document.createElement("div");
   readout.setAttribute("aria-live", "polite");
-  Object.assign(readout.style, { font: FONT, minHeight: "16px", color: "var(--jp-ui-font-color1, inherit)" });
+  Object.assign(readout.style, { font: FONT, lineHeight: "16px", minHeight: "32px", color: "var(--jp-ui-font-color1, inherit)" });
   el.style.width = "100%";
   el.appendChild(canvas);
   let cell = null, wanted = 0, blind = 0;
@@ -255,7 +257,7 @@ function render({ model, el }) {
     canvas.setAttribute("aria-label", [spec.title, spec.note, ...spec.series.map((s, i) => `${s.label} ${spec.texts[i] || ""}`), spec.empty]
       .filter((s) => s && s.trim()).join("; "));
     if (spec.kind === "grid") {
-      readout.textContent = cell ? about(spec, numbers(), cell) : spec.empty ? "" : "point at a cell, or focus the grid and use the arrow keys";
+      readout.textContent = cell ? about(spec, numbers(), cell) : spec.empty ? "" : "point at a cell, or use the arrow keys";
     }
   }
   const redraw = () => { if (!wanted) wanted = requestAnimationFrame(draw); };

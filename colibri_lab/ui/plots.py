@@ -68,8 +68,8 @@ def run_summary(run, baseline=None) -> Picture:
         last = frames.residency(history, layers=getattr(run, "layers", ()), when="last token")
     else:
         last = None
-    fig = Picture((11, 6.4))
-    grid = fig.add_gridspec(2, 2, width_ratios=(1.35, 1))
+    fig = Picture((9.6, 6.4))
+    grid = fig.add_gridspec(2, 2, width_ratios=(1.2, 1))
     draw(fig.add_subplot(grid[0, 0]), frames.hit_rate(run, baseline))
     draw(fig.add_subplot(grid[1, 0]), frames.stage_latency(run, baseline))
     draw(fig.add_subplot(grid[1, 1]), frames.stage_share(run, baseline))
@@ -111,7 +111,15 @@ def _lines(ax, frame: Frame) -> None:
     ax.set_axisbelow(True)
     for row, s in zip(frame.values, frame.series, strict=True):
         style = (0, tuple(0.7 * d for d in s.dash)) if s.dash else "-"
-        ax.plot(row, color=LIGHT[s.color], lw=s.width, ls=style, alpha=s.alpha, label=s.label or "_")
+        ax.plot(
+            frame.stride * np.arange(len(row)),
+            row,
+            color=LIGHT[s.color],
+            lw=s.width,
+            ls=style,
+            alpha=s.alpha,
+            label=s.label or "_",
+        )
     if frame.values.size:
         ax.legend(fontsize=FONT_PT, loc="best", framealpha=0.85, handlelength=2.6)
 
@@ -122,11 +130,10 @@ def _stack(ax, frame: Frame) -> None:
     if not count:
         return
     colors = [LIGHT[s.color] for s in frame.series]
-    if count == 1:
-        frame = Frame(**{**frame.__dict__, "values": np.repeat(frame.values, 2, axis=1)})
-    ax.stackplot(np.arange(frame.values.shape[1]), frame.values, colors=colors, lw=0)
+    x = frame.stride * np.arange(max(count, 2))
+    ax.stackplot(x, np.repeat(frame.values, 2, axis=1) if count == 1 else frame.values, colors=colors, lw=0)
     tops = np.cumsum(frame.values, axis=0)
-    reach = max(1, int(0.3 * (frame.xlim[1] - frame.xlim[0])))
+    reach = max(1, int(0.3 * (frame.xlim[1] - frame.xlim[0]) / frame.stride))
     for s, low, high in zip(frame.series, np.vstack([np.zeros_like(tops[:1]), tops[:-1]]), tops, strict=True):
         bottom, top = low[:reach].max(), high[:reach].min()
         if top - bottom > 0.08 * frame.ylim[1] and count >= reach:

@@ -36,6 +36,7 @@ class Runner:
         self._worker: threading.Thread | None = None
         self._cancel: threading.Event | None = None  # of the run that is under way
         self._engine = threading.Lock()  # whoever holds it may use the lab
+        self._running: threading.Thread | None = None  # and is this thread
 
     def submit(self, job: Job) -> None:
         """Run `job` in the background as soon as the present run has been stopped."""
@@ -54,9 +55,11 @@ class Runner:
         return self.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing runs any more. True when that is so, False after `timeout_s`."""
+        """Wait until nothing runs any more. True when that is so, False after `timeout_s` or from inside the run."""
         with self._lock:
             worker = self._worker
+        if threading.current_thread() is self._running:
+            return False
         if worker is not None:
             worker.join(timeout_s)
             if worker.is_alive():
@@ -93,6 +96,7 @@ class Runner:
                     continue
 
     def _run(self, job: Job, cancel: threading.Event) -> MonitorRun:
+        self._running = threading.current_thread()
         try:
             self.watcher.begun(job)
             with Ticker(self.watcher.paint, self.watcher.interval_s):
@@ -103,6 +107,7 @@ class Runner:
             self.watcher.failed(error)
             raise
         finally:
+            self._running = None
             with self._lock:
                 self._cancel = None
 

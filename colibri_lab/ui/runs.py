@@ -146,7 +146,7 @@ def summary_row(run: MonitorRun) -> dict:
         "misses_per_token": run.misses_per_token,
         "bytes_per_token": d.bytes_loaded.sum() / count if len(d) else None,
         "ms_per_token": d.wall_ms.sum() / count if len(d) else None,
-        "wait_ms_per_token": d.stage_ms[1].sum() / count if len(d) else None,
+        "wait_ms_per_token": d.wait_ms.sum() / count if len(d) else None,
         "tokens_per_s": run.decode_tokens_per_s,
         "ttft_ms": None if run.ttft_s is None else 1e3 * run.ttft_s,
     }
@@ -165,7 +165,7 @@ def verdict(run: MonitorRun) -> str:
             f"{run.label}: below one token's working set ({need} {where}), so no policy can help; "
             f"at least {need} slots are needed before anything can be kept."
         )
-    wall, wait, misses = d.wall_ms.mean(), d.stage_ms[1].mean(), d.misses.mean()
+    wall, wait, misses = d.wall_ms.mean(), d.wait_ms.mean(), d.misses.mean()
     if not misses:
         return f"{run.label}: every access hits, so more slots would only cost memory; {_largest(d)}."
     start = f"{run.label}: {misses:.1f} misses per token cost {wait:.2g} of {wall:.2g} ms"
@@ -176,16 +176,14 @@ def verdict(run: MonitorRun) -> str:
         )
     if wait >= 0.1 * wall:
         bound = 1e3 / (wall - wait) if wall > wait else float("inf")
-        return (
-            f"{start}; more slots help most, up to {bound:.0f} tokens/s instead of {1e3 / wall:.0f} if nothing waited."
-        )
+        return f"{start}; more slots help most: {1e3 / wall:.0f} tokens/s now, {bound:.0f} if nothing waited."
     return f"{start}, so more slots gain little; {_largest(d)}."
 
 
 def _largest(d: Decode) -> str:
     share = d.share_percent
     i = int(np.argmax(share))
-    return f"the largest part is now {STAGE_GROUPS[i][0]} with {share[i]:.0f} % of the time"
+    return f"{STAGE_GROUPS[i][0]} is the largest part, {share[i]:.0f} % of the time"
 
 
 def comparison(run: MonitorRun, kept: MonitorRun | None) -> str:
@@ -194,15 +192,13 @@ def comparison(run: MonitorRun, kept: MonitorRun | None) -> str:
         return ""
     before, after = (float(np.median(r.decode.wall_ms)) for r in (kept, run))
     misses = f"{kept.misses_per_token:.1f} → {run.misses_per_token:.1f} misses"
-    text = f"Kept run, {kept.label}: {misses} and median {before:.2g} → {after:.2g} ms per token (one run each)"
+    text = f"From kept {kept.label}: {misses}, median {before:.2g} → {after:.2g} ms per token (n = 1 each)"
     same = run.prompt == kept.prompt and run.job.generate == kept.job.generate
     if not same:
         return text + "; prompt or sampling differ."
     count = min(len(run.tokens), len(kept.tokens))
     agree = run.tokens[:count] == kept.tokens[:count]
-    return text + (
-        f"; all {count} tokens are the same." if agree else "; the tokens differ, which a cache must not do."
-    )
+    return text + (f"; all {count} tokens equal." if agree else "; the tokens differ, which a cache must not do.")
 
 
 def speed_text(run: MonitorRun, runs: Sequence[MonitorRun]) -> str:

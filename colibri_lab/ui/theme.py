@@ -74,12 +74,12 @@ def bytes_text(size: float) -> str:
 
 CSS = """<style>
 .colibri p {margin: 0; font-size: 13px; line-height: 1.4; color: var(--jp-ui-font-color1, inherit)}
-.colibri p.colibri-verdict {font-size: 14px}
+.colibri p.colibri-verdict {font-weight: 500}
 .colibri p.colibri-error {border-left: 4px solid #D55E00; padding-left: 8px; font-weight: bold}
 .colibri table {width: 100%; margin: 2px 0}
 .colibri td {padding: 0 6px 0 0; font-size: 12px; line-height: 1.5; text-align: left; white-space: nowrap;
   color: var(--jp-ui-font-color1, inherit)}
-.colibri .colibri-said {min-height: 42px}
+.colibri .colibri-said {min-height: 38px}
 .colibri .colibri-text {height: 190px; overflow-y: auto; display: flex; flex-direction: column-reverse; padding: 6px 8px;
   border: 1px solid var(--jp-border-color2, #bbb)}
 .colibri pre {white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; padding: 0; background: none;

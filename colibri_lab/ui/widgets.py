@@ -37,6 +37,7 @@ from .theme import CSS, LIGHT, bytes_text
 PROMPT = "def read_lines(path):"
 EMPTY = "no run yet: press Start"
 STOP_WITHIN_S = 30.0
+SETTLED = 100  # steps after which the time axis no longer shrinks: the first ones are slow, and few
 
 
 def run_monitor(lab, prompt: str | None = None, live: str = "auto", **generate) -> RunMonitor:
@@ -57,6 +58,7 @@ class RunMonitor(W.VBox):
 
     def __init__(self, lab, prompt: str | None = None, live: str = "auto", **generate):
         self.lab = lab
+        self._runner = Runner(lab, self)  # first: ipywidgets closes even what was never finished
         self.state = "empty"
         self.error: BaseException | None = None
         self.runs: list[MonitorRun] = []
@@ -67,7 +69,6 @@ class RunMonitor(W.VBox):
         self._quiet = False  # True while code, not a reader, moves a control
         self._painted: tuple = ()
         self._top_ms = 0.0
-        self._runner = Runner(lab, self)
         self._panels = [live_plot(live) for _ in range(4)]  # hit rate, residency, latency, share
         self.interval_s = self._panels[0].interval_s
         self._make_controls(PROMPT if prompt is None else prompt)
@@ -160,7 +161,7 @@ class RunMonitor(W.VBox):
     def begun(self, job: Job) -> None:
         with self._lock:
             self.error = None
-            self._top_ms = frames.latency_top(self.kept)
+            self._top_ms = 0.0
             self._enter("running", "reading the prompt …")
 
     def stepped(self, run: MonitorRun) -> None:
@@ -226,7 +227,6 @@ class RunMonitor(W.VBox):
             button = W.Button(description=name, icon=icon, tooltip=tip, layout=W.Layout(width="auto", flex="1 1 auto"))
             button.on_click(action)
             self.buttons[name] = button
-        self.buttons["Stop"].disabled = True
         self._code = W.Textarea(rows=5, disabled=False, layout=W.Layout(width="100%", display="none"))
         self._head, self._text, self._counters, self._memory, self._message, self._verdict = (
             W.HTML(layout=W.Layout(margin="0", width="auto")) for _ in range(6)
@@ -309,7 +309,6 @@ class RunMonitor(W.VBox):
         self.state = state
         running = state == "running"
         stop = self.buttons["Stop"]
-        stop.disabled = not running
         stop.style.button_color, stop.style.text_color = (LIGHT["miss"], "white") if running else (None, None)
         look = "colibri-error" if state == "error" else ""
         self._message.value = f'<p class="{look}" role="status">{html.escape(text)}</p>'
@@ -323,15 +322,17 @@ class RunMonitor(W.VBox):
             self._painted = (run, count)
             kept = None if self.kept is run else self.kept
             source, empty = ([], EMPTY) if run is None else (run, "")
-            self._top_ms = max(self._top_ms, frames.latency_top(source, kept))
             tokens = (run.job.generate["max_tokens"] if run else self.tokens.value) - 1
+            top_ms = max(self._top_ms, frames.latency_top(source, kept, size=frames.group_size(tokens)))
+            if count > SETTLED:
+                self._top_ms = top_ms
             step = self._follow(count)
             token = None if run is None else run.token_at(step)
             cursor = None if step == count - 1 else token
             hit, grid, latency, share = self._panels
             hit.show(frames.hit_rate(source, kept, tokens, cursor, empty))
             grid.show(self._grid(run, step, token, empty))
-            latency.show(frames.stage_latency(source, kept, tokens, self._top_ms, cursor, empty))
+            latency.show(frames.stage_latency(source, kept, tokens, top_ms, cursor, empty))
             share.show(frames.stage_share(source, kept, empty))
             self._say(run, kept)
 
@@ -395,16 +396,16 @@ def _counters_html(run: MonitorRun | None, runs: list[MonitorRun]) -> str:
     def cell(name: str, text) -> str:
         return "–" if row.get(name) is None else text(row[name])
 
+    speed = f"{cell('tokens', str)} tokens at {speed_text(run, runs)}" if run else "–"
     rows = (
-        (cell("tokens", "{} tokens".format), speed_text(run, runs) if run else "–"),
-        (cell("ttft_ms", "first after {:.3g} ms".format), cell("hit_rate", "hit {:.1%} of accesses".format)),
+        (cell("hit_rate", lambda v: f"hit {100 * v:.1f} % of accesses"), cell("ttft_ms", "first in {:.3g} ms".format)),
         (
-            cell("misses_per_token", "{:.1f} misses / token".format),
-            cell("bytes_per_token", lambda v: f"{bytes_text(v)} read / token"),
+            cell("misses_per_token", "{:.1f} misses per token".format),
+            cell("bytes_per_token", lambda v: f"{bytes_text(v)} per token"),
         ),
     )
     body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>" for cells in rows)
-    return f'<table title="rates count decode only">{body}</table>'
+    return f'<table title="rates count decode only"><tr><td colspan="2">{speed}</td></tr>{body}</table>'
 
 
 def _residency_table(run: MonitorRun | None) -> pd.DataFrame:
