@@ -58,6 +58,9 @@ def add_commands(commands) -> None:
     p = command(commands, "curve", curve, "hit rate at every cache size")
     _add_input(p)
     p.add_argument("--policy", default="all", metavar="LIST", help="policies, or all (default: all)")
+    p.add_argument(
+        "--slots", type=numbers, metavar="LIST", help="slot counts, such as 4,8,16-64 (default: all, or many)"
+    )
     _add_contract(p)
     p.add_argument("--out", metavar="FILE", help="write the table: .parquet, .csv or .json")
     p.add_argument("--plot", metavar="FILE", help="write the picture: .png")
@@ -308,8 +311,9 @@ def curve(args) -> int:
         raise SettingError(f"--out {table_path}: the name must end in .parquet, .csv or .json")
     if plot_path is not None and plot_path.suffix != ".png":
         raise SettingError(f"--plot {plot_path}: the name must end in .png")
-    trace = read(args)
-    table = trace.curve(policies=policies(args.policy, trace), threads=args.threads, **contract(args))
+    table = read(args).curve(args.policy, slots=args.slots, threads=args.threads, **contract(args))
+    for note in table.attrs["notes"]:
+        print(f"colibri: {note}", file=sys.stderr)
     if table_path is not None:
         from .formats.common import whole_file
 

@@ -403,17 +403,17 @@ class Trace:
 
         return load(path)
 
-    def replay(self, **settings):
+    def replay(self, policy="lru", slots=8, **settings):
         """`colibri_lab.trace.replay.replay` on this trace: a DataFrame with a row per layer."""
         from .replay import replay
 
-        return replay(self, **settings)
+        return replay(self, policy, slots, **settings)
 
-    def curve(self, **settings):
-        """`colibri_lab.trace.curves.curve` on this trace: hit rate at every slot count."""
+    def curve(self, policies="all", slots=None, **settings):
+        """`colibri_lab.trace.curves.curve` on this trace: a DataFrame with a row per policy and slot count."""
         from .curves import curve
 
-        return curve(self, **settings)
+        return curve(self, policies, slots, **settings)
 
     def locality(self, **settings) -> dict:
         """`colibri_lab.trace.locality.locality` on this trace."""
