@@ -7,6 +7,7 @@
     ├── TokenizerError    the tokenizer or chat template does not fit the model                    (ValueError)
     ├── TraceError        a routing trace is malformed, or lacks what was asked of it              (ValueError)
     ├── MemoryPlanError   the plan does not fit the memory that there is                           (MemoryError)
+    │   └── PoolExhausted   the memory pool has no run of blocks long enough
     ├── StorageError      a read or write failed at the operating system                           (OSError)
     ├── KernelError       a kernel cannot be loaded or was called with arrays it cannot take       (RuntimeError)
     │   └── CompileError  its C++ source does not compile; the message starts `file:line:col:`
@@ -48,6 +49,14 @@ class TraceError(ColibriError, ValueError):
 
 class MemoryPlanError(ColibriError, MemoryError):
     """More memory asked for than there is; the message gives need, available and the largest setting that fits."""
+
+
+class PoolExhausted(MemoryPlanError):
+    """The memory pool cannot serve a request. Bytes: `.need`, `.free` in all, `.largest_run` of free blocks."""
+
+    def __init__(self, message: str, need: int = 0, free: int = 0, largest_run: int = 0):
+        super().__init__(message)
+        self.need, self.free, self.largest_run = need, free, largest_run
 
 
 class StorageError(ColibriError, OSError):

@@ -30,28 +30,53 @@ struct PoolCounts {
     int64_t tag_used[kTags] = {}, tag_peak[kTags] = {};  // blocks by what they are for
 };
 
+// Anonymous memory of `bytes`, on a multiple of a huge page when those are asked for. Nothing is touched yet.
+class Region {
+   public:
+    Region(int64_t bytes, bool huge_pages) : bytes_(bytes), length_(bytes + (huge_pages ? kHugePage : 0)) {
+        void* got = ::mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (got == MAP_FAILED)
+            throw std::runtime_error("the system gives no " + std::to_string(length_) + " bytes: " + std::strerror(errno));
+        mapped_ = base_ = static_cast<uint8_t*>(got);
+#ifdef MADV_HUGEPAGE
+        if (huge_pages) {
+            base_ += -reinterpret_cast<uintptr_t>(mapped_) % kHugePage;
+            huge_pages_ = ::madvise(base_, bytes, MADV_HUGEPAGE) == 0;
+        }
+#endif
+    }
+    Region(const Region&) = delete;
+    ~Region() { ::munmap(mapped_, length_); }
+
+    // Let the system back every page with memory now.
+    void touch() {
+#ifdef MADV_POPULATE_WRITE
+        if (::madvise(base_, bytes_, MADV_POPULATE_WRITE) == 0) return;
+#endif
+        for (int64_t i = 0; i < bytes_; i += kBlockBytes) const_cast<volatile uint8_t*>(base_)[i] = 0;
+    }
+    uint8_t* base() const { return base_; }
+    bool huge_pages() const { return huge_pages_; }
+
+   private:
+    int64_t bytes_;
+    size_t length_;
+    uint8_t *mapped_ = nullptr, *base_ = nullptr;
+    bool huge_pages_ = false;
+};
+
 class MemoryPool {
    public:
     // `bytes` are rounded up to blocks; `unit` is the coarse view's, in bytes. Nothing is touched unless `prefault`.
     MemoryPool(int64_t bytes, int64_t unit, bool huge_pages, bool prefault)
-        : map_(blocks_of(checked(bytes, "bytes"))), starts_(map_.size()), tag_(map_.size(), 0), waste_(map_.size(), 0), unit_(blocks_of(checked(unit, "unit"))) {
-        length_ = map_.size() * kBlockBytes + (huge_pages ? kHugePage : 0);
-        void* got = ::mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (got == MAP_FAILED)
-            throw std::runtime_error("the system gives no " + std::to_string(length_) + " bytes: " + std::strerror(errno));
-        mapped_ = static_cast<uint8_t*>(got);
-        base_ = mapped_;
-#ifdef MADV_HUGEPAGE
-        if (huge_pages) {
-            base_ += -reinterpret_cast<uintptr_t>(mapped_) % kHugePage;
-            huge_pages_ = ::madvise(base_, size(), MADV_HUGEPAGE) == 0;
-        }
-#endif
-        if (prefault) touch();
+        : unit_(blocks_of(checked(unit, "unit"))),
+          region_(blocks_of(checked(bytes, "bytes")) * kBlockBytes, huge_pages),
+          map_(blocks_of(bytes)),
+          starts_(map_.size()),
+          tag_(map_.size(), 0),
+          waste_(map_.size(), 0) {
+        if (prefault) region_.touch();
     }
-    MemoryPool(const MemoryPool&) = delete;
-    ~MemoryPool() { ::munmap(mapped_, length_); }
-
     static int64_t blocks_of(int64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; }
 
     // Offset of a run of at least `bytes`, or -1 when no run is long enough. Coarse runs are whole units.
@@ -94,12 +119,12 @@ class MemoryPool {
     // Bytes of the run that begins at `offset`.
     int64_t run_bytes(int64_t offset) const { return length_of(offset / kBlockBytes) * kBlockBytes; }
 
-    uint8_t* base() const { return base_; }
+    uint8_t* base() const { return region_.base(); }
     int64_t size() const { return map_.size() * kBlockBytes; }
     int64_t unit_bytes() const { return unit_ * kBlockBytes; }
     int64_t blocks() const { return map_.size(); }
     int64_t free() const { return map_.size() - counts_.used; }
-    bool huge_pages() const { return huge_pages_; }
+    bool huge_pages() const { return region_.huge_pages(); }
     const PoolCounts& counts() const { return counts_; }
     BlockMap::Runs free_runs() const { return map_.free_runs(); }
     const std::vector<uint8_t>& tags() const { return tag_; }  // a tag per block, 0 where it is free
@@ -108,7 +133,7 @@ class MemoryPool {
     bool residency(std::vector<uint8_t>& resident) const {
         resident.assign(map_.size(), 0);
 #ifdef __linux__
-        return ::mincore(base_, size(), resident.data()) == 0;
+        return ::mincore(base(), size(), resident.data()) == 0;
 #else
         return false;
 #endif
@@ -128,20 +153,11 @@ class MemoryPool {
         counts_.peak = std::max(counts_.peak, counts_.used);
         counts_.tag_peak[tag] = std::max(counts_.tag_peak[tag], counts_.tag_used[tag]);
     }
-    void touch() {
-#ifdef MADV_POPULATE_WRITE
-        if (::madvise(base_, size(), MADV_POPULATE_WRITE) == 0) return;
-#endif
-        for (int64_t i = 0; i < size(); i += kBlockBytes) const_cast<volatile uint8_t*>(base_)[i] = 0;
-    }
-
+    int64_t unit_;   // blocks
+    Region region_;  // before the tables: a size the system refuses must not cost memory for them
     BlockMap map_, starts_;  // taken blocks; first blocks of live runs
     std::vector<uint8_t> tag_;
     std::vector<uint32_t> waste_;  // by first block
-    int64_t unit_;                 // blocks
-    uint8_t *mapped_ = nullptr, *base_ = nullptr;
-    size_t length_ = 0;
-    bool huge_pages_ = false;
     PoolCounts counts_;
 };
 
