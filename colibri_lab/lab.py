@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from . import machine
+from . import __version__, machine
 from .checkpoint.container import Container
 from .config import SETTINGS, resolve
 from .engine.engine import Engine
-from .engine.generate import Run, fit_prompt, stream
+from .engine.generate import Run, stream
 from .engine.tokenizer import Tokenizer
+from .engine.watch import Watch
 from .errors import ColibriError, SettingError, TokenizerError
 from .kernels import load, simd
 from .telemetry import Step
@@ -83,6 +84,27 @@ class Lab:
             )
         table = pd.concat(frames, ignore_index=True).sort_values(["layer", "token", "rank"], ignore_index=True)
         return table.astype({"expert": int})
+
+    @contextlib.contextmanager
+    def record(self):
+        """Record the routing of every generation inside the `with` block.
+
+            with lab.record() as rec:
+                lab.generate("def read_lines(path):", max_tokens=64)
+            rec.trace.replay(policy="lru", slots=16)
+
+        Yields a `TraceRecorder`; `rec.trace` raises `TraceError` when nothing ran.
+        """
+        from .trace.record import TraceRecorder
+
+        recorder = TraceRecorder(**self._trace_header())
+        watch = Watch(self.engine, recorder)
+        engine = self.engine
+        engine.observers.append(watch)
+        try:
+            yield recorder
+        finally:
+            engine.observers.remove(watch)
 
     def memory(self) -> dict[str, int]:
         """Bytes by part: what is mapped or allocated now. Slots count whole, filled or not."""
@@ -157,6 +179,15 @@ class Lab:
             yield
         finally:
             self._busy.release()
+
+    def _trace_header(self) -> dict:
+        config, cache = self.config, self.engine.cache
+        return dict(
+            model=self.name, num_experts=config.num_experts, top_k=config.top_k, shared=config.shared,
+            moe_layers=list(config.moe_layers), expert_bytes=cache.block_bytes(), engine="colibri-lab", version=__version__,
+            quant=self.container.info["formats"]["expert"], settings={k: v for k, v in self.settings.items() if k != "future"},
+            capture="lab.record", ranked=True,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def _routing(self):

@@ -131,6 +131,8 @@ class ExpertCache:
         self._pin()
         budget = settings["prefetch_budget"] or config.top_k
         ahead = settings["prefetch"] != "none"
+        if ahead:
+            self._core.prefetch(0, np.empty(0, np.uint16))  # from the first step on, keep what prefetching must know
         self.prefetcher = Prefetcher(settings["prefetch"], len(self.layers), self.blocks, budget) if ahead else None
         self.ahead: dict[int, int] = {}  # buffer → ticket of a block fetched ahead that may still be under way
         self._due: dict[int, int] = {}  # ticket → when a modelled device has it, in nanoseconds of `clock`
@@ -165,6 +167,7 @@ class ExpertCache:
         blocks = ids.reshape(-1) if self.block_size == 1 else ids.reshape(-1) // np.uint16(self.block_size)
         result = self._core.step(layer, blocks, PHASES[phase], weights.reshape(-1))
         lease = Lease(self, layer, ids, result)
+        lease.phase = phase
         self._count(layer, PHASES[phase], [block for block, hit in zip(lease.blocks, lease.hit, strict=True) if not hit])
         if self._events is not None:
             self._log(lease, ids, result.victims.tolist())
@@ -262,6 +265,15 @@ class ExpertCache:
         self._core.reset()
         self.ahead.clear()
         self._due.clear()
+
+    def block_size_bytes(self, layer: int, block: int) -> int:
+        """Bytes that reading this block takes."""
+        return self._bytes[layer * self.blocks + block]
+
+    def block_bytes(self) -> dict[int, int]:
+        """Model layer → bytes of its largest block."""
+        rows = np.array(self._bytes).reshape(len(self.layers), self.blocks)
+        return {layer: int(row.max()) for layer, row in zip(self.layers, rows, strict=True)}
 
     def counters(self) -> dict[str, np.ndarray]:
         """hits, misses, evictions, … as the core counts them: int64 (layers, phases)."""

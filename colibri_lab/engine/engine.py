@@ -60,6 +60,7 @@ class Engine:
     def _forward(self, ids: np.ndarray, phase: str, every: bool) -> np.ndarray:
         tokens = len(ids)
         self.kv.reserve(tokens)
+        self.tokens = ids
         with self.stage("embed"):
             x = self._embed.gather(ids)  # (tokens, hidden)
             self._rotary.upto(self.kv.length + tokens)
