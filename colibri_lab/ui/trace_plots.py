@@ -20,6 +20,7 @@ _SPARE = [
 ]
 _ORACLES = {"belady-bypass": ("oracle", (5, 2)), "belady": ("kept", (5, 2)), "static-pin": ("kept", (1, 2))}
 _FUTURE = ("belady", "belady-bypass")
+_FITTED = ("static-pin", "pin+lru")  # chosen by looking at a trace, perhaps this one: no rival in a verdict
 _BLUES = LinearSegmentedColormap.from_list("hits", ["#FFFFFF", LIGHT["hit"]])
 _REDS = LinearSegmentedColormap.from_list("misses", ["#FFFFFF", LIGHT["miss"]])
 
@@ -85,14 +86,18 @@ def curves(
         ax.text(cycle / scale, 2, " one token", fontsize=FONT_PT, va="bottom")
     ax.set_ylim(0, 100)
     ax.set_xlim(left=0)
-    _legend(ax, loc="upper right" if miss else "lower right", ncols=2 if table.policy.nunique() > 6 else 1)
+    if table.policy.nunique() > 8:
+        figure.set_size_inches(8.6, max(4.4, 0.22 * table.policy.nunique() + 0.8))
+        figure.legend(loc="outside right upper", fontsize=FONT_PT, frameon=False, handlelength=2.8)
+    else:
+        _legend(ax, loc="upper right" if miss else "lower right")
     return figure
 
 
 def _curve_verdict(table: pd.DataFrame, x: str) -> str:
     """At the size where the best policy is furthest from the best oracle: who is best, and what is left to win."""
     wide = table.pivot_table(index=x, columns="policy", values="hit_rate")
-    online = [name for name in wide if name not in _FUTURE]
+    online = [name for name in wide if name not in _FUTURE + _FITTED]
     oracle = next((name for name in _FUTURE[::-1] if name in wide), None)
     if not online or oracle is None:
         return ""

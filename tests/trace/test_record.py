@@ -119,7 +119,7 @@ def test_hooks_record_prefill_and_decode():
     model = FakeModel()
     with record_transformers(model) as rec:
         model(input_ids=np.array([[5, 6, 7]]))
-        model(input_ids=np.array([[8]]))
+        model(input_ids=np.array([[8]]), past_key_values="a cache")
     trace = rec.trace
     assert trace.layers == [1, 3]
     assert trace.step.tolist() == [0] * 6 + [1] * 2
@@ -140,6 +140,15 @@ def test_padding_is_left_out_and_texts_are_told_apart():
     assert layer.sequence.tolist() == [0, 1, 1, 0, 1]
     assert layer.token_id.tolist() == [7, 5, 6, 1, 2]
     assert layer.phase.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_pass_without_a_past_starts_new_texts():
+    model = FakeModel()
+    with record_transformers(model) as rec:
+        model(input_ids=np.array([[5, 6], [7, 8]]))
+        model(input_ids=np.array([[1], [2]]), attention_mask=np.ones((2, 3)))
+        model(input_ids=np.array([[3, 4]]))
+    assert rec.trace.select(layers=[1]).sequence.tolist() == [0, 0, 1, 1, 0, 1, 2, 2]
 
 
 def test_hooks_are_removed_when_the_run_fails():

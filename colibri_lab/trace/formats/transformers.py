@@ -21,7 +21,8 @@ def record_transformers(model, config=None, **header) -> Iterator[TraceRecorder]
 
     Routers that return (logits, weights, ids), as transformers' do since version 5, are taken at their word. For those
     that return logits only, pass `config` (a `ModelConfig`): the family's own router maths is then applied. A forward
-    pass over several tokens per text is prefill; rows that the attention mask marks as padding are left out.
+    pass over several tokens per text is prefill; rows that the attention mask marks as padding are left out. A pass
+    without a past starts new texts (sequences).
     """
     from .arrays import model_config
 
@@ -62,6 +63,7 @@ class _Run:
     def __init__(self, recorder: TraceRecorder, config):
         self.recorder, self.config = recorder, config
         self.step, self.ids, self.keep = -1, None, None
+        self.texts, self.batch = 0, 0  # sequence number of the batch's first text; texts in the batch
 
     def begin(self, _module, args, kwargs):
         """Before each forward pass of the whole model: remember token ids and padding."""
@@ -72,9 +74,16 @@ class _Run:
             return
         self.ids = _numpy(ids)
         self.keep = np.ones(self.ids.shape, bool)
+        batch, width = self.ids.shape
         mask = kwargs.get("attention_mask")
+        past = kwargs.get("past_key_values", kwargs.get("cache"))  # its name depends on the version
+        continued = past is not None and (not hasattr(past, "get_seq_length") or past.get_seq_length() > 0)
         if mask is not None and getattr(mask, "ndim", 0) == 2:  # covers the past too; the last columns are this pass
-            self.keep = _numpy(mask)[:, -self.ids.shape[1] :] != 0
+            self.keep = _numpy(mask)[:, -width:] != 0
+            continued |= mask.shape[1] > width
+        if not continued:
+            self.texts += self.batch
+        self.batch = batch
 
     def router(self, layer: int):
         def hook(_module, _args, output):
@@ -91,7 +100,7 @@ class _Run:
                 step=self.step,
                 layer=layer,
                 phase="prefill" if width > 1 else "decode",
-                sequence=np.repeat(np.arange(batch), width)[keep],
+                sequence=self.texts + np.repeat(np.arange(batch), width)[keep],
                 tokens=None if self.ids is None else self.ids.reshape(-1)[keep],
                 experts=ids[keep],
                 weights=None if weights is None else weights[keep],
