@@ -100,7 +100,7 @@ private:
             event = events_[target][run_[target]];
         if (event >= 0) {
             for (int64_t i = s_.offsets[event]; i < s_.offsets[event + 1]; ++i)
-                if (int(guess.size()) < p_.budget) guess.push_back(block(i));
+                if (int(guess.size()) < p_.budget) guess.push_back(s_.asked[i]);
             return;
         }
         if (follows_.empty() && used_.empty()) return;

@@ -20,6 +20,7 @@ struct Stream {
     bool global, atomic, reset;       // reset: the cache is cold again where the sequence changes
     std::vector<int64_t> offsets;     // (events + 1,)
     std::vector<int32_t> ids;         // members as pool ids, in served order
+    std::vector<int32_t> asked;       // the same members as blocks, first asked for first: what predictors cut off at a budget
     std::vector<float> gates;         // largest weight any repeat had; empty without weights
     std::vector<int32_t> repeats;     // times each member was asked for in its event; empty when always 1
     std::vector<int32_t> nexts;       // position in the pool's future of the member's next request, or `never`
@@ -68,6 +69,7 @@ private:
             }
             for (uint16_t m : members) at[m] = -1;
             arrange(members.data(), int(members.size()), index);
+            asked.insert(asked.end(), members.begin(), members.end());
             int base = global ? layer[e] * blocks : 0;
             for (int i : index) {
                 ids.push_back(base + members[i]);
