@@ -81,9 +81,9 @@ class NumpyArena {
 
     nb::tuple mark() const {
         auto m = arena_.mark();
-        return nb::make_tuple(m.used, m.requested);
+        return nb::make_tuple(m.at, m.used, m.requested);
     }
-    void rewind(nb::tuple mark) { arena_.rewind({nb::cast<int64_t>(mark[0]), nb::cast<int64_t>(mark[1])}); }
+    void rewind(nb::tuple mark) { arena_.rewind({nb::cast<int64_t>(mark[0]), nb::cast<int64_t>(mark[1]), nb::cast<int64_t>(mark[2])}); }
 
     nb::dict counts() const {
         nb::dict d;

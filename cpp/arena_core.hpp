@@ -62,7 +62,7 @@ class Arena {
         if (bytes < 1) throw std::invalid_argument("arena: bytes must be positive, got " + std::to_string(bytes));
         int64_t size = size_of(bytes);
         size_t c = current_;
-        int64_t at = used_;
+        int64_t at = at_;
         while (c < chunks_.size() && at + size > chunks_[c].start + chunks_[c].bytes)
             if (++c < chunks_.size()) at = chunks_[c].start;
         if (c == chunks_.size()) return nullptr;
@@ -74,7 +74,8 @@ class Arena {
         }
         ASAN_UNPOISON_MEMORY_REGION(memory, bytes);
         current_ = c;
-        used_ = at + size;
+        at_ = at + size;
+        used_ += size;
         requested_ += bytes;
         ++allocations_;
         if (used_ > high_water_) high_water_ = used_, high_request_ = requested_;
@@ -83,27 +84,26 @@ class Arena {
     }
 
     struct Mark {
-        int64_t used, requested;
+        int64_t at, used, requested;
     };
-    Mark mark() const { return {used_, requested_}; }
+    Mark mark() const { return {at_, used_, requested_}; }
     void rewind(Mark mark) {
-        if (mark.used < 0 || mark.used > used_)
-            throw std::invalid_argument("arena: cannot rewind to " + std::to_string(mark.used) + ", only " + std::to_string(used_) + " bytes are in use");
-        std::string fault = checks_ ? overflow_since(mark.used) : "";
-        for (size_t c = 0; c < chunks_.size(); ++c) {
-            const Chunk& chunk = chunks_[c];
-            int64_t from = std::max(mark.used, chunk.start), to = std::min(used_, chunk.start + chunk.bytes);
+        if (mark.at < 0 || mark.at > at_)
+            throw std::invalid_argument("arena: cannot rewind to " + std::to_string(mark.at) + ", which is beyond " + std::to_string(at_));
+        std::string fault = checks_ ? overflow_since(mark.at) : "";
+        for (const Chunk& chunk : chunks_) {
+            int64_t from = std::max(mark.at, chunk.start), to = std::min(at_, chunk.start + chunk.bytes);
             if (from < to) forbid(chunk.memory + (from - chunk.start), to - from);
         }
-        while (current_ > 0 && chunks_[current_].start >= mark.used) --current_;
-        used_ = mark.used, requested_ = mark.requested;
+        while (current_ > 0 && chunks_[current_].start >= mark.at) --current_;
+        at_ = mark.at, used_ = mark.used, requested_ = mark.requested;
         note();
         if (!fault.empty()) throw std::logic_error(fault);
     }
-    void reset() { rewind({0, 0}); }
+    void reset() { rewind({0, 0, 0}); }
 
-    int64_t used() const { return used_; }
-    int64_t high_water() const { return high_water_; }      // most bytes in use at once, alignment included
+    int64_t used() const { return used_; }                  // bytes handed out, alignment included
+    int64_t high_water() const { return high_water_; }      // the most of them at once; one chunk of so many would do
     int64_t high_request() const { return high_request_; }  // bytes asked for at that moment, without alignment
     int64_t capacity() const { return chunks_.empty() ? 0 : chunks_.back().start + chunks_.back().bytes; }
     int64_t allocations() const { return allocations_; }
@@ -172,7 +172,7 @@ class Arena {
     bool checks_;
     std::vector<Chunk> chunks_;
     size_t current_ = 0;
-    int64_t used_ = 0, requested_ = 0, high_water_ = 0, high_request_ = 0, allocations_ = 0;
+    int64_t at_ = 0, used_ = 0, requested_ = 0, high_water_ = 0, high_request_ = 0, allocations_ = 0;
     std::vector<Live> live_;
     std::vector<Sample> samples_;
 };

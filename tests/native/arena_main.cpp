@@ -31,7 +31,7 @@ static void keeps(bool checks, std::mt19937_64& random) {
     };
     std::vector<Live> live;
     std::vector<std::pair<Arena::Mark, size_t>> marks;
-    int64_t top = 0;
+    int64_t top = 0;  // the most that was ever in use
     for (int step = 0; step < 3000; ++step) {
         int what = int(random() % 10);
         if (what < 6) {
@@ -84,7 +84,7 @@ static int right() {
     EXPECT_THROW(arena.allocate(0), std::invalid_argument, "must be positive");
     uint8_t *a = arena.allocate(1), *b = arena.allocate(64), *c = arena.allocate(65);
     EXPECT(b == a + 64 && c == b + 64 && arena.used() == 256 && arena.high_request() == 130);
-    EXPECT_THROW(arena.rewind({257, 0}), std::invalid_argument, "cannot rewind to 257");
+    EXPECT_THROW(arena.rewind({257, 0, 0}), std::invalid_argument, "cannot rewind to 257");
     EXPECT(!arena.allocate(4096));
 
     Arena checked(true);

@@ -1,0 +1,172 @@
+"""How many bytes an engine takes from its memory pool: a function of the model's and the runtime settings alone.
+
+The engine sizes its pool with these numbers and `colibri_lab.memory_plan` shows them, so the plan cannot differ from what
+is allocated. The walk below takes and rewinds as engine.py does; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..config import ModelConfig
+from .memory import ARENAS, BLOCK
+
+ALIGN = 64  # kArenaAlign in cpp/arena_core.hpp
+ITEM = {"fp32": 4, "fp16": 2}  # bytes of one key or value
+GROWING = 4  # a growing arena never has more than so many times its peak (chunks at least double it)
+
+
+def blocks(size: int) -> int:
+    """`size` in whole pool blocks."""
+    return -(-size // BLOCK) * BLOCK
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Bytes and counts of everything in the pool; arenas, pages and logits are those of `requests` requests together."""
+
+    slot_bytes: int
+    slots: int
+    transient: int
+    page_size: int
+    page_bytes: int
+    pages: int
+    rotary_bytes: int
+    arenas: dict[str, int]  # of one request
+    peaks: dict[str, int]  # what each may grow to
+    logits_bytes: int  # of one request
+    requests: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self.requests * (sum(self.peaks.values()) + self.logits_bytes)
+
+    @property
+    def planned_bytes(self) -> int:
+        """The pool, without room that only growing arenas pass through."""
+        buffers = (self.slots + self.transient) * self.slot_bytes
+        return buffers + self.kv_bytes + self.rotary_bytes + self.scratch_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        growing = self.arenas != self.peaks
+        return self.planned_bytes + (self.requests * (GROWING - 1) * sum(self.peaks.values()) if growing else 0)
+
+
+def engine_sizes(config: ModelConfig, slot_bytes: int, blocks_per_layer: int, settings: dict) -> EngineSizes:
+    """`settings` are effective settings of scope "open"; `slot_bytes` of the largest expert block."""
+    s = settings
+    page_size, page_bytes = page_shape(config, s)
+    peaks = arena_peaks(config, min(s["prefill_chunk"], s["max_seq_len"]), s)
+    arenas = arena_peaks(config, 1, s) if s["dynamic_arena"] else peaks
+    return EngineSizes(
+        slot_bytes=blocks(slot_bytes),
+        slots=s["expert_cache_slots"] * (1 if s["scope"] == "global" else len(config.moe_layers)),
+        transient=transient_buffers(s["expert_cache_slots"], blocks_per_layer, s["loader_threads"]),
+        page_size=page_size,
+        page_bytes=page_bytes,
+        pages=-(-s["max_seq_len"] // page_size) * s["max_batch_size"],
+        rotary_bytes=blocks(4 * s["max_seq_len"] * config.rope.dims),
+        arenas=arenas,
+        peaks=peaks,
+        logits_bytes=blocks(4 * config.vocab_size),
+        requests=s["max_batch_size"],
+    )
+
+
+def transient_buffers(slots: int, blocks_per_layer: int, lanes: int) -> int:
+    """Buffers for blocks that a step needs beyond its slots; none when every block of a layer has a slot."""
+    return min(blocks_per_layer, max(4, 2 * lanes)) if slots < blocks_per_layer else 0
+
+
+def page_shape(config: ModelConfig, settings: dict) -> tuple[int, int]:
+    """(positions, bytes) of one KV page; a naive cache is a single page as long as max_seq_len."""
+    longest = settings["max_seq_len"]
+    size = longest if settings["kv_cache_type"] == "naive" else min(settings["page_size"], longest)
+    return size, blocks(2 * config.num_layers * size * config.num_kv_heads * config.head_dim * ITEM[settings["kv_dtype"]])
+
+
+def kv_bytes(config: ModelConfig, lengths: list[int], settings: dict) -> int:
+    """Bytes of KV cache that sequences of these lengths hold at once."""
+    size, page = page_shape(config, settings)
+    return sum(-(-length // size) for length in lengths) * page
+
+
+def arena_peaks(config: ModelConfig, tokens: int, settings: dict) -> dict[str, int]:
+    """Bytes by arena for prefill chunks of up to `tokens`, in whole pool blocks."""
+    walks = walk(config, tokens, settings), walk(config, 1, settings)
+    peak = {name: max(w[name].peak for w in walks) for name in ("router", "expert_compute")}
+    peak |= {"prefill": walks[0]["main"].peak, "decode": walks[1]["main"].peak}
+    return {name: blocks(peak[name]) for name in ARENAS}
+
+
+class Tally:
+    """Counts as an arena does, without memory. `requested` leaves alignment out, at the moment of the peak."""
+
+    def __init__(self, checks: bool):
+        self.zone = ALIGN if checks else 0
+        self.used = self.asked = self.peak = self.requested = 0
+
+    def take(self, *shape: int, item: int = 4) -> None:
+        size = max(1, math.prod(shape) * item)
+        self.used += -(-size // ALIGN) * ALIGN + self.zone
+        self.asked += size
+        if self.used > self.peak:
+            self.peak, self.requested = self.used, self.asked
+
+    def mark(self) -> tuple[int, int]:
+        return self.used, self.asked
+
+    def rewind(self, mark: tuple[int, int] = (0, 0)) -> None:
+        self.used, self.asked = mark
+
+
+def walk(config: ModelConfig, tokens: int, settings: dict) -> dict[str, Tally]:
+    """One forward pass of `tokens` tokens in which every expert that can be active is: main, router, expert_compute."""
+    c, t, hidden = config, tokens, config.hidden_size
+    main, router, expert = (Tally(settings["check_memory"]) for _ in range(3))
+    main.take(t, hidden)  # x, through all layers
+    for kind in dict.fromkeys(c.ffn):
+        layer = main.mark()
+        main.take(t, hidden)  # normed
+        for width in (c.num_heads, c.num_kv_heads, c.num_kv_heads, c.num_heads):  # q, k, v, attended
+            main.take(t, width * c.head_dim)
+        main.take(t, hidden)  # attention's output
+        main.rewind(layer)
+        main.take(t, hidden)  # normed
+        if kind == "dense":
+            _always(expert, t, hidden, c.dense_intermediate_size)
+        else:
+            for _ in range(2 if settings["prefetch"] == "lookahead" else 1):
+                router.take(t, c.num_experts)
+                router.take(t, c.top_k, item=2)
+                router.take(t, c.top_k)
+            active = min(c.num_experts, t * c.top_k)
+            for shape in ((t, c.top_k), (active + 1,), (t * c.top_k,), (t, c.top_k), (active,), (t * c.top_k, hidden)):
+                expert.take(*shape)  # local, offsets, token_of, row_of, cursor, rows
+            rows = expert.mark()
+            expert.take(t * c.top_k, c.expert_intermediate_size)
+            expert.rewind(rows)
+            expert.take(t, hidden)  # the experts' sum
+            expert.rewind()
+            router.rewind()
+            if c.shared != "none":
+                _always(expert, t, hidden, c.shared_intermediate_size)
+                if c.shared == "gated":
+                    expert.take(t, 1)
+                    expert.rewind()
+        main.rewind(layer)
+    main.take(t, hidden)  # normed for the head, of all tokens when every logit is wanted
+    return {"main": main, "router": router, "expert_compute": expert}
+
+
+def _always(expert: Tally, tokens: int, hidden: int, width: int) -> None:
+    """A feed-forward that every token visits: offsets, token_of, output, hidden."""
+    for shape in ((2,), (tokens,), (tokens, hidden), (tokens, width)):
+        expert.take(*shape)
+    expert.rewind()
