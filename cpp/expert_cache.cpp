@@ -77,6 +77,16 @@ static nb::object victims_array(const StepResult& r) {
     return array(flat, {r.victims.size(), 3});
 }
 
+using Pairs = std::vector<std::pair<int, int>>;
+
+static const Pairs& checked(const ExpertCache& c, const Pairs& blocks) {
+    for (auto [layer, block] : blocks) {
+        check_layer(c.settings(), layer);
+        between("block", block, 0, c.settings().blocks - 1);
+    }
+    return blocks;
+}
+
 NB_MODULE(expert_cache, m) {
     m.doc() = "Which expert blocks are resident, where, and who leaves: the cache of the live engine and of replay.";
 
@@ -148,15 +158,11 @@ NB_MODULE(expert_cache, m) {
              "Fetch ahead what has room without displacing a warmer block; `loads` of the result lists what to read.")
         .def("loaded", [](ExpertCache& c, int slot) { c.loaded(between("slot", slot, 0, c.slot_count() - 1)); },
              nb::arg("slot"), "A prefetched block has arrived.")
-        .def("pin",
-             [](ExpertCache& c, const std::vector<std::pair<int, int>>& blocks) {
-                 for (auto [layer, block] : blocks) {
-                     check_layer(c.settings(), layer);
-                     between("block", block, 0, c.settings().blocks - 1);
-                 }
-                 return c.pin(blocks);
-             },
-             nb::arg("blocks"), "Keep (layer, block) pairs resident for good; `loads` lists what to read.")
+        .def("pin", [](ExpertCache& c, const Pairs& blocks) { return c.hold(checked(c, blocks), true); }, nb::arg("blocks"),
+             "Keep (layer, block) pairs resident for good; `loads` lists what to read.")
+        .def("preload", [](ExpertCache& c, const Pairs& blocks) { return c.hold(checked(c, blocks), false); },
+             nb::arg("blocks"), "Make (layer, block) pairs resident as if just missed, while there is free room; `loads` lists "
+             "what to read.")
         .def("resize",
              [](ExpertCache& c, int slots) {
                  std::vector<Moved> moves;

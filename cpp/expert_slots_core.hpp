@@ -108,19 +108,23 @@ public:
         int key = occupant_[slot];
         if (key >= 0) core_.pool(layer_of(key)).loaded(pool_id(key));
     }
-    // Keep these blocks resident for good; the result's loads say which must be read.
-    StepResult pin(const std::vector<std::pair<int, int>>& blocks) {
+    // Make these blocks resident, for good or (preload) until the policy evicts them; the result's loads say which must be
+    // read. Preloading takes free room only: a block that finds none is left out of the loads.
+    StepResult hold(const std::vector<std::pair<int, int>>& blocks, bool for_good) {
         StepResult all;
         for (auto [layer, block] : blocks) {
             clear_result();
             Watch watch{*this, layer};
+            int id = core_.base(layer) + block;
             bool had = slot_of(layer, block) >= 0;
-            if (!core_.pool(layer).pin(core_.base(layer) + block, watch))
+            bool held = for_good ? core_.pool(layer).pin(id, watch) : core_.pool(layer).preload(core_.first_access(id));
+            if (!held && for_good)
                 throw std::invalid_argument("cannot pin block " + std::to_string(block) + " of layer " +
                                             std::to_string(layer) + ": all slots of its pool hold pinned blocks");
             r_.blocks.push_back(uint16_t(block));
             r_.slots.push_back(slot_of(layer, block));
-            if (!had) loading_.push_back(0);
+            r_.hit.push_back(had);
+            if (held && !had) loading_.push_back(0);
             place(layer);
             int at = int(all.blocks.size());
             all.blocks.push_back(uint16_t(block));

@@ -128,7 +128,6 @@ class ExpertCache:
             order=settings["order"], admission=settings["admission"], seed=settings["cache_seed"],
             future=_future(settings, self.layers, self.block_size),
         )  # fmt: skip
-        self._pin()
         budget = settings["prefetch_budget"] or config.top_k
         ahead = settings["prefetch"] != "none"
         if ahead:
@@ -139,6 +138,7 @@ class ExpertCache:
         self._events: list[tuple] | None = [] if settings["log_level"] == "debug" else None
         self._steps = 0
         self.bytes_loaded = np.zeros((len(self.layers), 2), np.int64)  # (layer, phase)
+        self._hold_blocks()
 
     def _open_storage(self) -> None:
         s, headers = self.settings, [self.container.block_layout(layer, b) for layer in self.layers for b in range(self.blocks)]
@@ -220,7 +220,7 @@ class ExpertCache:
         first = layer * self.blocks
         self.bytes_loaded[layer, phase] += sum(self._bytes[first + block] for block in blocks)
 
-    def _pin(self) -> None:
+    def _hold_blocks(self) -> None:
         """Make `cache_blocks` resident before the first step."""
         start, given = self.settings["cache_start"], self.settings["cache_blocks"]
         needs = "pins" in policies.policy(self.settings["policy"]).needs

@@ -81,15 +81,36 @@ def test_an_oracle_runs_live_on_the_future_it_was_given(tiny):
         assert counted.hits.sum() > lru
 
 
-def test_pinned_blocks_stay_and_replay_agrees(tiny):
-    pins = [(layer, block) for layer in range(1, 7) for block in (0, 5)]
+@pytest.mark.parametrize("start", ["pinned", "preloaded"])
+@pytest.mark.parametrize("scope, slots", [("layer", 6), ("global", 30)])
+def test_blocks_held_from_the_start_count_the_same(tiny, start, scope, slots):
+    blocks = [(layer, block) for layer in range(1, 7) for block in (0, 5)]
     counted, table, _ = run_and_replay(
         tiny,
-        dict(expert_cache_slots=6, cache_start="pinned", cache_blocks=pins),
-        dict(policy="lru", slots=6, start="pinned", blocks=pins),
+        dict(expert_cache_slots=slots, scope=scope, cache_start=start, cache_blocks=blocks),
+        dict(policy="lru", slots=slots, scope=scope, start=start, blocks=blocks),
     )
     for column in COLUMNS:
         assert table[column].tolist() == counted[column].tolist(), column
+
+
+def test_held_blocks_and_their_policy_must_go_together(tiny):
+    for settings in (dict(cache_start="pinned"), dict(cache_blocks=[(1, 0)]), dict(policy="static-pin")):
+        with pytest.raises(cl.errors.SettingError, match="do not go together"):
+            cl.open(tiny, **settings)
+    with pytest.raises(cl.errors.SettingError, match=r"\(9, 0\) does not exist; MoE layers are 1 to 6"):
+        cl.open(tiny, cache_start="pinned", cache_blocks=[(9, 0)])
+    with pytest.raises(ValueError, match="cannot pin block 2 of layer 0: all slots of its pool hold pinned blocks"):
+        cl.open(tiny, expert_cache_slots=2, cache_start="pinned", cache_blocks=[(1, 0), (1, 1), (1, 2)])
+
+
+def test_a_static_set_serves_what_it_holds_and_streams_the_rest(tiny):
+    blocks = [(layer, block) for layer in range(1, 7) for block in range(4)]
+    lab = cl.open(tiny, policy="static-pin", expert_cache_slots=4, cache_blocks=blocks)
+    free = cl.open(tiny).generate(TEXTS[0], max_tokens=8, temperature=0.0)
+    run = lab.generate(TEXTS[0], max_tokens=8, temperature=0.0)
+    assert run.tokens == free.tokens
+    assert (lab.residency()[:, :4] > 0).all() and not lab.residency()[:, 4:].any()
 
 
 def test_recording_nothing_is_an_error(tiny):
