@@ -372,6 +372,8 @@ def locality_text(found: dict) -> str:
         if found[name] is not None:
             tables[name] = found[name]
     for name, table in tables.items():
+        if table.empty:  # too short a trace for this measure
+            continue
         table = table.drop(columns=[c for c in ("layer",) if c in table and name != "popularity"])
         lines += ["", name, table.to_string(index=False, float_format=lambda x: f"{x:.4g}")]
     return "\n".join(lines)
