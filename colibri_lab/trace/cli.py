@@ -265,9 +265,13 @@ def policies(names: str, trace):
 
 def replay(args) -> int:
     """`colibri replay`."""
+    from .bounds import warnings
     from .replay import grid
 
     trace = read(args)
+    for size in args.slots:
+        for warning in warnings(trace, size, **contract(args)):
+            print(f"colibri: warning: {warning}", file=sys.stderr)
     fit = None if args.fit is None else read(args, args.fit)
     tables = grid(trace, policies(args.policy, trace), args.slots, threads=args.threads, fit=fit, **contract(args))
     totals = [table.attrs["totals"] for table in tables]

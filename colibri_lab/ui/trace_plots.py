@@ -111,20 +111,18 @@ def _curve_verdict(table: pd.DataFrame, x: str) -> str:
 
 
 def gap_split(table: pd.DataFrame) -> Picture:
-    """Where the misses of a policy come from, by slots. `table`: slots, compulsory, capacity, policy (shares of
-    accesses): first uses, those that the bypass oracle has too, and the rest.
-    """
-    parts = {"compulsory": "other", "capacity": "sky", "policy": "miss"}
-    last = table.iloc[len(table) // 2]
-    verdict = f"At {last.slots:g} slots a perfect policy could avoid {_percent(last.policy)} of accesses missing."
+    """Where the misses of a policy come from, by slots. `table`: rows of `bounds.miss_split`, one per slot count."""
+    parts = {"compulsory": ("first uses", "other"), "capacity": ("too few slots: the oracle misses too", "sky"),
+             "policy_misses": ("the policy's choice", "miss")}  # fmt: skip
+    share = table[[*parts]].div(table.accesses, axis=0)
+    worst = share.policy_misses.idxmax()
+    verdict = (
+        f"At {table.slots[worst]:g} slots, {_percent(share.policy_misses[worst])} of accesses miss by the choice of "
+        f"{table.policy[worst]}: the most that a better policy could save."
+    )
     figure, ax = _axes("What the misses are made of", "slots", "misses, % of accesses", verdict)
-    names = {
-        "compulsory": "first uses",
-        "capacity": "too few slots (oracle misses too)",
-        "policy": "the policy's choice",
-    }
-    ax.stackplot(table.slots, *(100 * table[name] for name in parts), colors=[LIGHT[c] for c in parts.values()],
-                 labels=[names[name] for name in parts], edgecolor="white", lw=0.5)  # fmt: skip
+    ax.stackplot(table.slots, *(100 * share[name] for name in parts), colors=[LIGHT[color] for _, color in parts.values()],
+                 labels=[label for label, _ in parts.values()], edgecolor="white", lw=0.5)  # fmt: skip
     ax.margins(x=0)
     _legend(ax)
     return figure
@@ -305,15 +303,14 @@ def windows(srp: pd.DataFrame, sch: pd.DataFrame | None = None) -> Picture:
     return figure
 
 
-def regime(ratio: np.ndarray) -> Picture:
-    """Histogram of r = |E| / slots over events. Above 1 an event alone does not fit."""
-    ratio = np.asarray(ratio, float)
-    above = float((ratio > 1).mean())
-    figure, ax = _axes("Regime: experts asked for / slots", "r of an event", "% of events",
-                       f"{_percent(above)} of the events want more experts than there are slots.")  # fmt: skip
-    counts, edges, _ = ax.hist(ratio, bins=30, weights=np.full(len(ratio), 100 / len(ratio)), color=LIGHT["hit"])
+def regime(found: dict) -> Picture:
+    """Histogram of r = experts of an event / slots, from `bounds.regime`. Above 1 an event alone does not fit."""
+    bins = found["histogram"]
+    verdict = f"{_percent(found['share_above_1'])} of the events want more experts than the {found['slots']} slots; mean r is {found['mean']:.2f}."
+    figure, ax = _axes("Regime: experts asked for / slots", "r of an event", "% of events", verdict)
+    ax.bar(bins["from"], 100 * bins.events / found["events"], width=bins["to"] - bins["from"], align="edge",
+           color=LIGHT["hit"], edgecolor="white", lw=0.5)  # fmt: skip
     ax.axvline(1, color=LIGHT["ink"], lw=1, ls=":")
-    ax.set_ylim(0, 1.1 * max(counts))
     return figure
 
 

@@ -152,6 +152,13 @@ def test_replay_text_names_its_denominators(colibri, olmoe):
     assert "phase: decode" in out
 
 
+def test_replay_warns_below_one_tokens_cycle(colibri, olmoe):
+    """16 layers x 8 experts: a shared cache of fewer than 128 slots is refilled by every token."""
+    code, _, err = colibri("replay", olmoe, "--slots", "100", "--scope", "global", "--json")
+    assert code == 0
+    assert "100 slots are below one token's cycle of 128 blocks" in err
+
+
 def test_replay_all_leaves_out_what_the_trace_cannot_feed(colibri, olmoe):
     code, out, err = colibri("replay", olmoe, "--policy", "all", "--slots", "8", "--json")
     assert code == 0

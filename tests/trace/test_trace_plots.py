@@ -10,6 +10,7 @@ import pytest
 
 from colibri_lab.trace import load_trace
 from colibri_lab.trace import locality as loc
+from colibri_lab.trace.bounds import regime
 from colibri_lab.trace.formats.tables import read_metrics
 from colibri_lab.trace.windows import sch
 from colibri_lab.ui import trace_plots as plots
@@ -61,8 +62,17 @@ def test_all_policies_at_once_stay_apart():
 
 
 def test_sizes_and_speed(traces):
-    split = pd.DataFrame({"slots": SLOTS, "compulsory": 0.02, "capacity": 0.4, "policy": 0.1})
-    assert "could avoid 10.0 %" in drawn(plots.gap_split(split))
+    split = {
+        "policy": "lru",
+        "slots": SLOTS,
+        "accesses": 100,
+        "compulsory": 2,
+        "capacity": 40,
+        "policy_misses": 64 - SLOTS,
+    }
+    assert drawn(plots.gap_split(pd.DataFrame(split))).startswith(
+        "At 1 slots, 63.0 % of accesses miss by the choice of lru"
+    )
     pairs = pd.DataFrame(
         [(layer, s, s / (s + layer + 1)) for layer in range(4) for s in SLOTS], columns=["layer", "slots", "hit_rate"]
     )
@@ -113,7 +123,9 @@ def test_time_and_token_pictures(traces):
     by_step = table.groupby("step").hit.agg(["sum", "count"]).to_numpy().T
     settled = by_step[0][10:].sum() / by_step[1][10:].sum()
     assert f"is {100 * settled:.1f} %" in drawn(plots.over_time(*by_step, window=8, warm_up=10, baseline=by_step))
-    assert drawn(plots.regime(events.widths / 4)).startswith("100.0 % of the events")
+    assert "100.0 % of the events want more experts than the 4 slots; mean r is 1.50" in drawn(
+        plots.regime(regime(trace, 4))
+    )
 
 
 def test_domain_picture():
