@@ -56,7 +56,7 @@ function cursorLine(g, spec, box, px, ink) {
 // Lines with their legend above the axes, one row per named line.
 function lines(g, W, H, spec, at, ui) {
   const named = spec.series.filter((s) => s.label);
-  const box = { x: 46, y: 24 + 16 * Math.max(named.length, 1), w: W - 58 };
+  const box = { x: 46, y: 30 + 16 * Math.max(named.length, 1), w: W - 58 };
   box.h = H - box.y - 38;
   named.forEach((s, i) => {
     const y = 32 + 16 * i;

@@ -65,7 +65,7 @@ def run_summary(run, baseline=None) -> Picture:
     """The four panels of the run monitor in one picture. Without a residency history the fourth stays empty."""
     history = getattr(run, "residency", None) or []
     if len(history):
-        last = frames.residency(history, layers=getattr(run, "layers", ()), when="last token")
+        last = frames.residency(history, layers=getattr(run, "layers", ()))
     else:
         last = None
     fig = Picture((9.6, 6.4))

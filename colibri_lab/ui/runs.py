@@ -183,7 +183,7 @@ def verdict(run: MonitorRun) -> str:
 def _largest(d: Decode) -> str:
     share = d.share_percent
     i = int(np.argmax(share))
-    return f"{STAGE_GROUPS[i][0]} is the largest part, {share[i]:.0f} % of the time"
+    return f"{STAGE_GROUPS[i][0]} takes most, {share[i]:.0f} %"
 
 
 def comparison(run: MonitorRun, kept: MonitorRun | None) -> str:

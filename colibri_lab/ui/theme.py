@@ -86,5 +86,5 @@ CSS = """<style>
   flex: none; overflow: visible;
   font: 12px/1.35 monospace; color: var(--jp-ui-font-color1, inherit)}
 .colibri pre b {font-weight: normal; opacity: .7}
-.colibri button:focus-visible, .colibri canvas:focus-visible {outline: 2px solid #0072B2; outline-offset: 1px}
+.colibri button:focus-visible, .colibri canvas:focus-visible {outline: 2px solid #0072B2; outline-offset: -2px}
 </style>"""

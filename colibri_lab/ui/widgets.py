@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ipywidgets as W
@@ -186,6 +186,8 @@ class RunMonitor(W.VBox):
     def failed(self, error: BaseException) -> None:
         with self._lock:
             self.error = error
+            with suppress(Exception):  # the error may be the painter's own, and is on its way up already
+                self._paint()
             if isinstance(error, KeyboardInterrupt):
                 self._enter("stopped", "interrupted")
             else:

@@ -68,7 +68,10 @@ def find_browser() -> str:
 
 @contextlib.contextmanager
 def jupyterlab(root: Path, scratch: Path, python_path: list[Path] | None = None) -> Iterator[str]:
-    """Serve `root` on loopback; yields the address with `{path}` to fill in. Kernels see `python_path` first."""
+    """Serve `root` on loopback; yields the address with `{workspace}` and `{path}` to fill in.
+
+    Kernels see `python_path` first.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -104,7 +107,7 @@ def jupyterlab(root: Path, scratch: Path, python_path: list[Path] | None = None)
     try:
         base = f"http://127.0.0.1:{port}"
         until(lambda: _answers(f"{base}/api/status?token={token}", server, scratch), 90, "JupyterLab answers")
-        yield base + "/lab/tree/{path}?token=" + token
+        yield base + "/lab/workspaces/{workspace}/tree/{path}?token=" + token
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, 15)
@@ -146,8 +149,8 @@ class NotebookPage:
         page.on("pageerror", lambda e: self.complaints.append(str(e)))
 
     def open(self, address: str, path: str) -> None:
-        """Open the notebook and wait for its kernel; the file browser is folded away."""
-        self.page.goto(address.format(path=path))
+        """Open the notebook alone, in a workspace of its own, and wait for its kernel; the file browser is folded away."""
+        self.page.goto(address.format(workspace=secrets.token_hex(4), path=path))
         until(lambda: (self.state() or {}).get("kernel") == "idle", 120, "kernel idle")
         self.command("application:toggle-left-area")
 

@@ -197,6 +197,7 @@ def test_error_in_the_middle_keeps_the_steps_so_far():
     with pytest.raises(StorageError, match="expert_17.bin"):
         monitor.run_once()
     assert monitor.state == "error" and len(monitor.run.steps) == 11
+    assert values_of(monitor._panels[2]).shape[1] == 10  # the last picture shows all that arrived
     assert monitor.runs == [] and monitor.kept is None
 
 
@@ -334,3 +335,14 @@ def test_close_stops_the_run():
 
 def test_class_is_what_the_function_makes(lab):
     assert isinstance(run_monitor(lab), RunMonitor)
+
+
+def test_a_picture_that_cannot_be_drawn_is_an_error_not_silence(monitor, monkeypatch):
+    def show(frame):
+        raise ValueError("no room for the picture")
+
+    monkeypatch.setattr(monitor._panels[0], "show", show)
+    with pytest.raises(ValueError, match="no room for the picture"):
+        monitor.run_once()
+    assert monitor.state == "error" and "no room for the picture" in monitor._message.value
+    assert threads() == []

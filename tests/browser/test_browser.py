@@ -1,0 +1,157 @@
+"""The notebooks and the run monitor as a reader meets them: in JupyterLab, in a browser, judged by pixels."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import jupyter_page
+from jupyter_page import jupyterlab, notebook_page, until
+
+from colibri_lab.errors import MissingTool
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+FAKE = """
+from fake_lab import FakeLab
+from colibri_lab import ui
+lab = FakeLab(slots=8, step_s=0.02)
+view = ui.run_monitor(lab, max_tokens=400, seed=1)
+view
+"""
+
+
+def test_missing_browser_is_named_with_its_remedy(monkeypatch, tmp_path):
+    monkeypatch.delenv("CHROMIUM", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingTool, match="apt-get install chromium, or set CHROMIUM="):
+        jupyter_page.find_browser()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """(folder of notebooks, address): copies of the shipped notebooks, so that autosave touches no tracked file."""
+    jupyter_page.find_browser()
+    root, scratch = tmp_path_factory.mktemp("served"), tmp_path_factory.mktemp("jupyter")
+    shutil.copytree(ROOT / "notebooks", root, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
+    with jupyterlab(root, scratch, [ROOT, ROOT / "tests/ui"]) as address:
+        yield root, address
+
+
+@pytest.fixture
+def page(tmp_path):
+    with notebook_page(tmp_path) as page:
+        yield page
+
+
+def write(root: Path, name: str, *sources: str) -> str:
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), root / name)
+    return name
+
+
+def moves(page, seconds: float) -> int:
+    """How often the canvases changed, looking every 100 ms."""
+    seen, changes = page.canvases(), 0
+    for _ in range(int(seconds * 10)):
+        page.page.wait_for_timeout(100)
+        now = page.canvases()
+        changes, seen = changes + (now != seen), now
+    return changes
+
+
+def blank(page) -> list[dict]:
+    return [picture for picture in page.pictures() if picture["colors"] < 8]
+
+
+def shoot(page, tmp_path: Path, name: str) -> Path:
+    path = tmp_path / f"{name}.png"
+    page.page.screenshot(path=path)
+    return path
+
+
+@pytest.mark.browser
+def test_start_here(served, page, tmp_path):
+    _, address = served
+    page.open(address, "00_start_here.ipynb")
+    state = page.run_all()
+    assert state["errors"] == [] and state["done"] == state["cells"]
+    pictures = page.pictures()
+    assert [p["kind"] for p in pictures].count("canvas") == 4 and [p["kind"] for p in pictures].count("img") >= 2
+    assert blank(page) == []
+
+    handle = page.slider("slots")
+    handle.scroll_into_view_if_needed()
+    handle.focus()
+    for key in ("ArrowRight", "ArrowLeft", "ArrowLeft"):
+        before = page.canvases()
+        page.page.keyboard.press(key)
+        until(lambda before=before: page.canvases() != before, 5, f"pixels change after {key}")
+    until(lambda: "kept: " in page.page.locator("canvas").first.get_attribute("aria-label"), 5, "kept run is named")
+
+    page.button("Stop").click()
+    page.button("Start").click()
+    assert moves(page, 2) >= 5, shoot(page, tmp_path, "live")
+    page.button("Stop").click()
+    until(lambda: "stopped after" in page.text() or "done: " in page.text(), 5, "the run has ended")
+    page.page.wait_for_timeout(500)
+    still = page.canvases()
+    page.page.wait_for_timeout(1000)
+    assert page.canvases() == still
+    assert page.state()["errors"] == [] and page.complaints == []
+    for trouble in ("Error displaying widget", "Error creating widget", "model not found", "Traceback"):
+        assert trouble not in page.text()
+
+
+@pytest.mark.browser
+def test_monitor_in_its_states(served, page, tmp_path):
+    root, address = served
+    page.open(address, write(root, "states.ipynb", FAKE, "again = view\nagain"))
+    assert page.run_all()["errors"] == []
+    assert "No run yet: press Start" in page.text() and blank(page) == []
+
+    page.button("Start").click()
+    assert moves(page, 2) >= 5, shoot(page, tmp_path, "running")
+    page.button("Stop").click()
+    until(lambda: "stopped after" in page.text(), 5, "stopped")
+    page.page.wait_for_timeout(500)
+    sums = page.canvases()
+    assert sums[:4] == sums[4:], shoot(page, tmp_path, "twins")  # the second display shows the same picture
+
+    page.command("apputils:change-theme", theme="JupyterLab Dark")
+    until(lambda: all(a != b for a, b in zip(page.canvases(), sums, strict=True)), 10, "dark canvases")
+    assert blank(page) == [], shoot(page, tmp_path, "dark")
+    page.command("apputils:change-theme", theme="JupyterLab Light")
+    until(lambda: page.canvases() == sums, 10, "light canvases as before")
+
+    grid = page.page.locator(".jp-OutputArea canvas").nth(1)
+    grid.focus()
+    for _ in range(3):
+        page.page.keyboard.press("ArrowRight")
+    until(lambda: "layer 1, expert 2: " in page.text(), 5, "readout of a cell")
+    page.button("Copy").click()
+    code = page.page.locator(".jp-OutputArea textarea").last
+    until(lambda: code.input_value().startswith("colibri run --model colibri-tiny"), 5, "settings as a command line")
+    assert page.complaints == []
+
+
+@pytest.mark.browser
+def test_monitor_error_and_png(served, page, tmp_path):
+    root, address = served
+    failing = FAKE.replace("step_s=0.02", "step_s=0.002, fail_at=30").replace("seed=1", 'seed=1, live="png"')
+    page.open(address, write(root, "error.ipynb", failing))
+    assert page.run_all()["errors"] == []
+    empty = page.pictures()
+    assert [p["kind"] for p in empty] == ["img"] * 4 and blank(page) == []
+    page.button("Start").click()
+    until(lambda: "layer_3/expert_17.bin: read failed" in page.text(), 10, "the error's message")
+    until(
+        lambda: all(a["sum"] != b["sum"] for a, b in zip(page.pictures(), empty, strict=True)), 5, "last picture stays"
+    )
+    assert page.button("Start").is_enabled() and page.complaints == []
+    assert page.page.locator(".colibri-error").count() == 1, shoot(page, tmp_path, "error")

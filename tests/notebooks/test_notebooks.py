@@ -1,0 +1,115 @@
+"""Every notebook: its form, and one run from top to bottom as `Run All` does it, without a front end."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+
+
+def code_cells(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.fixture(scope="module")
+def executed():
+    """path → the executed notebook; each runs once for all tests of this file."""
+    from nbclient import NotebookClient
+
+    done = {}
+
+    def run(path: Path):
+        if path not in done:
+            notebook = nbformat.read(path, as_version=4)
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            client = NotebookClient(notebook, timeout=120, startup_timeout=120)
+            client.execute(cwd=str(path.parent), env=environment)
+            done[path] = notebook
+        return done[path]
+
+    return run
+
+
+def test_there_is_a_first_notebook():
+    assert NOTEBOOKS[0].name == "00_start_here.ipynb"
+
+
+@every_notebook
+def test_saved_without_outputs_or_machine_specific_metadata(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata == {"kernelspec": KERNEL, "language_info": {"name": "python"}}
+    for cell in code_cells(notebook):
+        assert cell.outputs == [] and cell.execution_count is None and cell.metadata == {}
+
+
+@every_notebook
+def test_asks_a_question_first_and_keeps_its_cells_thin(path):
+    notebook = nbformat.read(path, as_version=4)
+    first = notebook.cells[0]
+    assert first.cell_type == "markdown" and first.source.startswith("# ")
+    assert "?" in first.source
+    for cell in code_cells(notebook):
+        assert len(cell.source.splitlines()) <= 8, cell.source
+        assert "pip install" not in cell.source and "clear_output" not in cell.source
+
+
+@every_notebook
+def test_readers_without_a_kernel_see_a_picture(path):
+    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
+    files = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert files
+    for name in files:
+        assert (path.parent / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.notebook
+@every_notebook
+def test_runs_from_top_to_bottom(path, executed):
+    notebook = executed(path)
+    outputs = [o for cell in code_cells(notebook) for o in cell.outputs]
+    assert [o for o in outputs if o.output_type == "error"] == []
+    stderr = [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"]
+    assert not [text for text in stderr if "Traceback" in text or "Exception in thread" in text]
+
+
+@pytest.mark.notebook
+@every_notebook
+def test_first_cell_tells_versions_and_machine(path, executed):
+    text = code_cells(executed(path))[0].outputs[0].data["text/plain"]
+    for part in ("colibri-lab", "numpy", "threads"):
+        assert part in text
+
+
+@pytest.mark.notebook
+@every_notebook
+def test_a_picture_comes_early_and_another_outlives_the_kernel(path, executed):
+    cells = code_cells(executed(path))
+    kinds = [{kind for o in cell.outputs for kind in o.get("data", {})} for cell in cells]
+    pictures = [i for i, found in enumerate(kinds) if "image/png" in found]
+    widgets = [i for i, found in enumerate(kinds) if "application/vnd.jupyter.widget-view+json" in found]
+    assert pictures and pictures[0] <= 1
+    assert all(any(p > w for p in pictures) for w in widgets)
+
+
+@pytest.mark.notebook
+def test_start_here_shows_what_it_says(executed):
+    cells = {cell.id: cell for cell in executed(ROOT / "notebooks/00_start_here.ipynb").cells}
+    written = cells["generate"].outputs[0].text
+    assert written.startswith("def read_lines(path):") and len(written) > 60
+    stages = cells["first-run"].outputs[0].data["text/plain"]
+    assert "expert_load_wait" in stages and "expert_compute" in stages
+    table = cells["data"].outputs[0].data["text/plain"].splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in table}
+    before, after = map(float, rows["misses_per_token"])
+    assert rows["slots"] == ["8", "16"] and after < before / 2  # as the text below the picture says
+    for name in ("check-1", "check-2"):
+        assert "no answer yet" in cells[name].outputs[0].data["text/plain"]
