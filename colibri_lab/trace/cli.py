@@ -50,7 +50,7 @@ def add_commands(commands) -> None:
         "--policy", default="lru", metavar="LIST", help="policies, such as lru,belady-bypass, or all (default: lru)"
     )
     p.add_argument("--slots", type=sizes, default=[8], metavar="LIST",
-                   help="sizes: slots per layer, or in all under --scope global, or bytes such as 4000MiB (default: 8)")  # fmt: skip
+                   help="slots per layer (in all under --scope global), or bytes: 4000MiB; default: 8")  # fmt: skip
     _add_contract(p)
     p.add_argument("--fit", metavar="FILE", help="trace from which static-pin and pin+lru choose their set")
     p.add_argument("--json", action="store_true", help="print one JSON object per policy and size, in a list")
@@ -198,9 +198,10 @@ def report_text(report: dict) -> str:
         size = f"{report['assignments']} counts, {report['layers']} layers x {report['num_experts']} experts, no order"
     else:
         steps = ", ".join(f"{n} {phase} steps" for phase, n in report["steps_by_phase"].items() if n)
+        texts = "1 text" if report["sequences"] == 1 else f"{report['sequences']} texts"
         size = (
             f"{report['rows']} rows in {report['events']} events ({steps}), {report['layers']} layers, "
-            f"top-{report['top_k']} of {report['num_experts']}, {report['sequences']} text{'s'[: report['sequences'] != 1]}"
+            f"top-{report['top_k']} of {report['num_experts']}, {texts}"
         )
     lines.append(f"  {size}")
     lines.append(f"  model {report['model'] or 'not recorded'}, engine {report['engine'] or 'not recorded'}")

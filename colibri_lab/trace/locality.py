@@ -116,8 +116,9 @@ def overlap(trace: Trace, distances=DISTANCES) -> pd.DataFrame:
                 continue
             now, before = (np.concatenate(side) for side in zip(*pairs, strict=True))
             common, width, other = (now & before).sum(1), now.sum(1), before.sum(1)
-            rows.append((layer, distance, (common / width).mean(), common.sum() / width.sum(),
-                         ((common == width) & (width == other)).mean(), (other / trace.num_experts).mean(), len(now)))  # fmt: skip
+            same = (common == width) & (width == other)
+            means = (common / width).mean(), common.sum() / width.sum(), same.mean(), (other / trace.num_experts).mean()
+            rows.append((layer, distance, *means, len(now)))
     return pd.DataFrame(rows, columns=["layer", "distance", "overlap", "pooled", "same_set", "chance", "pairs"])
 
 

@@ -29,10 +29,10 @@ class TraceRecorder:
     def add(
         self, step, layer, phase, sequence, tokens, experts, weights=None, resident=None, bytes=None, load_us=None
     ) -> None:
-        """One layer of one step. `experts` (T, k) in router rank order; `weights`, `resident`, `bytes`, `load_us` alike.
+        """One layer of one step. `experts` (T, k) is in router rank order, `weights` to `load_us` have its shape.
 
-        `tokens` are the T token ids or None; `phase` is "prefill", "decode" or its code; `sequence` is a number, or T of
-        them when the batch mixes texts. Arrays are copied, so the engine may reuse its buffers.
+        `tokens` are the T token ids or None; `phase` is "prefill", "decode" or its code; `sequence` is a number, or T
+        of them when the batch mixes texts. Arrays are copied, so the engine may reuse its buffers.
         """
         experts = np.array(experts, np.uint16, ndmin=2)
         rows = len(experts)

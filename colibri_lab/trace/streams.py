@@ -1,4 +1,4 @@
-"""One layer of one text at a time, as a dense matrix: token t used expert e. What the locality measures are written on."""
+"""One layer of one text at a time, as a dense matrix: token t used expert e. The locality measures are built on it."""
 
 from __future__ import annotations
 

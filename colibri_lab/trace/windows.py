@@ -1,5 +1,5 @@
-"""Two measures over windows of tokens: SRP (do few experts serve a stretch of text?) and SCH (what a cache that sees the
-next m tokens would hit). Definitions follow the code of the local-routing-consistency study (arXiv 2505.16056).
+"""Two measures over windows of tokens: SRP (do few experts serve a stretch of text?) and SCH (what a cache that sees
+the next m tokens would hit). Definitions follow the code of the local-routing-consistency study (arXiv 2505.16056).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def srp(trace: Trace, windows=SRP_WINDOWS, sample_tokens: int = SAMPLE_TOKENS, b
 
     In every sliding window of m tokens a fixed set of experts, those used by at least h tokens, is compared with what
     the tokens used: matches is the sum of their counts, predictions m times their number, actual the sum of all counts;
-    F1 = 2 matches / (predictions + actual), pooled over windows and experts, and SRP is the best F1 over h. `group_size`
-    is predictions / actual there: the set's size in multiples of the active experts. `low` and `high` are the basic
-    95 % bootstrap interval over samples, None with fewer than two. Row layer "all" pools layers.
+    F1 = 2 matches / (predictions + actual), pooled over windows and experts, and SRP is the best F1 over h.
+    `group_size` is predictions / actual there: the set's size in multiples of the active experts. `low` and `high` are
+    the basic 95 % bootstrap interval over samples, NaN with fewer than two. Row layer "all" pools layers.
     """
     rng = np.random.default_rng(seed)
     rows = []
@@ -64,7 +64,7 @@ def srp(trace: Trace, windows=SRP_WINDOWS, sample_tokens: int = SAMPLE_TOKENS, b
 
 
 def _f1(histogram: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """F1 and predictions / actual for every threshold 0 to `window`; `histogram[c]`: (window, expert) pairs with count c."""
+    """F1 and predictions / actual per threshold 0 to `window`; `histogram[c]` is how many (window, expert) count c."""
     count = np.arange(window + 1)
     matches = np.cumsum((histogram * count)[::-1])[::-1]
     predictions = window * np.cumsum(histogram[::-1])[::-1]
@@ -82,9 +82,9 @@ def sch(
     """window, slots, multiple, hit_rate: segment cache best hit rate at every slot count, layers and samples pooled.
 
     An oracle ranks experts by their uses in the next `window` tokens, then by recency (lower id last), and after every
-    event keeps the best C of what it held and what was asked for. Events are atomic. Since the kept sets are nested, one
-    stack serves all C. Not Belady: it is a future LFU. `multiple` is slots in multiples of k. `free_first_use` copies
-    the study's convention that a first use is a hit while fewer than C distinct experts were seen.
+    event keeps the best C of what it held and what was asked for. Events are atomic. Since the kept sets are nested,
+    one stack serves all C. Not Belady: it is a future LFU. `multiple` is slots / k. `free_first_use` copies the study's
+    convention that a first use is a hit while fewer than C distinct experts were seen.
     """
     if window < 1:
         raise TraceError(f"SCH window must be at least 1 token, got {window}")

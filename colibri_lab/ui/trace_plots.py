@@ -69,8 +69,8 @@ def curves(
 ) -> Picture:
     """Hit (or miss) rate against cache size, one line per policy. `table`: policy, `x`, hit_rate.
 
-    `x` names the column of sizes: slots, fraction, multiple or bytes; `scale` divides it (1e9 for GB). `cycle` marks the
-    size of one token's experts, below which a global cache that is only demand-filled hits nothing.
+    `x` names the column of sizes: slots, fraction, multiple or bytes; `scale` divides it (1e9 for GB). `cycle` marks
+    the size of one token's experts, below which a global cache that is only demand-filled hits nothing.
     """
     labels = {"slots": "slots", "fraction": "share of all experts resident", "multiple": "slots / top-k",
               "bytes": f"cache size, bytes{'' if scale == 1 else f' / {scale:g}'}"}  # fmt: skip
@@ -121,8 +121,9 @@ def gap_split(table: pd.DataFrame) -> Picture:
         f"{table.policy[worst]}: the most that a better policy could save."
     )
     figure, ax = _axes("What the misses are made of", "slots", "misses, % of accesses", verdict)
-    ax.stackplot(table.slots, *(100 * share[name] for name in parts), colors=[LIGHT[color] for _, color in parts.values()],
-                 labels=[label for label, _ in parts.values()], edgecolor="white", lw=0.5)  # fmt: skip
+    labels, colors = zip(*parts.values(), strict=True)
+    ax.stackplot(table.slots, *(100 * share[name] for name in parts), colors=[LIGHT[color] for color in colors],
+                 labels=labels, edgecolor="white", lw=0.5)  # fmt: skip
     ax.margins(x=0)
     _legend(ax)
     return figure
@@ -158,7 +159,8 @@ def layer_hits(table: pd.DataFrame) -> Picture:
     """Hit rate per layer as bars. `table`: layer, hit_rate, as `trace.replay` returns it."""
     mean = table.hits.sum() / table.accesses.sum() if "accesses" in table else table.hit_rate.mean()
     rows = table[table.layer != "all"]
-    verdict = f"Layers range from {_percent(rows.hit_rate.min())} to {_percent(rows.hit_rate.max())}; all accesses together {_percent(mean)}."
+    low, high = rows.hit_rate.min(), rows.hit_rate.max()
+    verdict = f"Layers range from {_percent(low)} to {_percent(high)}; all accesses together {_percent(mean)}."
     figure, ax = _axes("Hit rate by layer", "layer", "hit rate, % of accesses", verdict)
     at = np.arange(len(rows))
     ax.bar(at, 100 * rows.hit_rate, color=LIGHT["hit"])
@@ -274,8 +276,11 @@ def windows(srp: pd.DataFrame, sch: pd.DataFrame | None = None) -> Picture:
     """SRP by window length (band: the layers' range), and SCH against slots in multiples of k, a line per window."""
     figure = Picture((9.6, 3.5))
     whole = srp[srp.layer == "all"]
-    figure.supxlabel(f"A fixed group of experts serves {whole.window.iloc[0]} tokens with F1 {whole.srp.iloc[0]:.2f}, "
-                     f"{whole.window.iloc[-1]} tokens with {whole.srp.iloc[-1]:.2f}.", fontsize=FONT_PT, x=0.01, ha="left")  # fmt: skip
+    first, last = whole.iloc[0], whole.iloc[-1]
+    verdict = (
+        f"One group of experts serves {first.window} tokens with F1 {first.srp:.2f}, {last.window} with {last.srp:.2f}."
+    )
+    figure.supxlabel(verdict, fontsize=FONT_PT, x=0.01, ha="left")
     left = figure.add_subplot(1, 2 if sch is not None else 1, 1)
     _dress(left, "Segment routing best performance", "window, tokens", "best F1 over windows and experts")
     layers = srp[srp.layer != "all"].groupby("window").srp
@@ -306,7 +311,10 @@ def windows(srp: pd.DataFrame, sch: pd.DataFrame | None = None) -> Picture:
 def regime(found: dict) -> Picture:
     """Histogram of r = experts of an event / slots, from `bounds.regime`. Above 1 an event alone does not fit."""
     bins = found["histogram"]
-    verdict = f"{_percent(found['share_above_1'])} of the events want more experts than the {found['slots']} slots; mean r is {found['mean']:.2f}."
+    verdict = (
+        f"{_percent(found['share_above_1'])} of the events want more experts than the {found['slots']} slots; "
+        f"mean r is {found['mean']:.2f}."
+    )
     figure, ax = _axes("Regime: experts asked for / slots", "r of an event", "% of events", verdict)
     ax.bar(bins["from"], 100 * bins.events / found["events"], width=bins["to"] - bins["from"], align="edge",
            color=LIGHT["hit"], edgecolor="white", lw=0.5)  # fmt: skip
@@ -315,7 +323,7 @@ def regime(found: dict) -> Picture:
 
 
 def over_time(hits: np.ndarray, accesses: np.ndarray, window: int = 16, warm_up: int = 0, baseline=None) -> Picture:
-    """Hit rate over steps in windows of `window` steps, the warm-up shaded; `baseline` is a (hits, accesses) in grey."""
+    """Hit rate over steps in windows of `window` steps, the warm-up shaded; `baseline`, (hits, accesses), in grey."""
 
     def rolling(pair):
         sums = [pd.Series(np.asarray(p, float)).rolling(window, min_periods=1).sum() for p in pair]
@@ -324,7 +332,7 @@ def over_time(hits: np.ndarray, accesses: np.ndarray, window: int = 16, warm_up:
     line = rolling((hits, accesses))
     settled = np.asarray(hits)[warm_up:].sum() / max(np.asarray(accesses)[warm_up:].sum(), 1)
     figure, ax = _axes("Hit rate over time", "step", f"hit rate, % of accesses, {window}-step mean",
-                       f"After {warm_up} steps of warm-up the hit rate is {_percent(settled)}.", size=(8, 3.5))  # fmt: skip
+                       f"After {warm_up} steps of warm-up the hit rate is {_percent(settled)}.", (8, 3.5))  # fmt: skip
     if baseline is not None:
         ax.plot(rolling(baseline), color=LIGHT["kept"], lw=1.5, ls="--", label="kept")
     ax.plot(line, color=LIGHT["hit"], lw=1.8, label="this run")
@@ -362,7 +370,10 @@ def prefetch(table: pd.DataFrame) -> Picture:
     mean = table.groupby(["predictor", "budget"], as_index=False)[["recall", "precision"]].mean()
     smallest = mean[mean.budget == mean.budget.min()].set_index("predictor")
     best = smallest.recall.idxmax()
-    verdict = f"At a budget of {mean.budget.min()} blocks, '{best}' names {_percent(smallest.recall[best])} of the next layer's experts."
+    verdict = (
+        f"At a budget of {mean.budget.min()} blocks, '{best}' names {_percent(smallest.recall[best])} of the next "
+        "layer's experts."
+    )
     figure, ax = _axes("Guessing the next layer's experts", "recall, % of the experts used", "precision, % of guesses",
                        verdict)  # fmt: skip
     marks = {"transition": "o", "last token": "s", "popularity": "^", "chance": "x"}
@@ -431,9 +442,9 @@ def bytes_per_token(table: pd.DataFrame, budget: float | None = None) -> Picture
 
 
 def agreement(table: pd.DataFrame) -> Picture:
-    """Hit rate bought by changing the routing. `table`: name, hit_rate, agreement (share of choices left as they were)."""
+    """Hit rate bought by changing the routing. `table`: name, hit_rate, agreement (share of choices unchanged)."""
     best = table[(table.hit_rate > table.hit_rate.shift(fill_value=-1)).to_numpy()]
-    figure, ax = _axes("Hits against faithfulness", "choices left as the router made them, %", "hit rate, % of accesses",
+    figure, ax = _axes("Hits against faithfulness", "choices as the router made them, %", "hit rate, % of accesses",
                        f"{len(best)} of {len(table)} settings raise the hit rate over the one before.")  # fmt: skip
     ax.plot(100 * table.agreement, 100 * table.hit_rate, color=LIGHT["kept"], lw=1)
     ax.plot(100 * table.agreement, 100 * table.hit_rate, "o", color=LIGHT["hit"])
@@ -443,8 +454,8 @@ def agreement(table: pd.DataFrame) -> Picture:
 
 
 def marginal_gain(table: pd.DataFrame, slot_bytes: float) -> Picture:
-    """Points of hit rate per further GB, with the knee of the curve. `table`: slots, hit_rate of one policy; `slot_bytes`
-    is the size of one more slot in every layer.
+    """Points of hit rate per further GB, with the knee of the curve. `table`: slots, hit_rate of one policy;
+    `slot_bytes` is the size of one more slot in every layer.
     """
     table = table.sort_values("slots")
     size = table.slots.to_numpy() * slot_bytes / 1e9
@@ -453,8 +464,8 @@ def marginal_gain(table: pd.DataFrame, slot_bytes: float) -> Picture:
     # the knee: furthest above the straight line from the first to the last point
     line = rate[0] + (rate[-1] - rate[0]) * (size - size[0]) / (size[-1] - size[0])
     knee = int(np.argmax(rate - line))
-    figure, ax = _axes("What one more GB buys", "cache size, GB (10^9 bytes)", "points of hit rate per GB",
-                       f"The knee is at {table.slots.iloc[knee]:g} slots, {size[knee]:.3g} GB, {rate[knee]:.1f} % hits.")  # fmt: skip
+    verdict = f"The knee is at {table.slots.iloc[knee]:g} slots, {size[knee]:.3g} GB, {rate[knee]:.1f} % hits."
+    figure, ax = _axes("What one more GB buys", "cache size, GB (10^9 bytes)", "points of hit rate per GB", verdict)
     ax.step(size[1:], gain, where="pre", color=LIGHT["hit"], lw=1.8)
     ax.axvline(size[knee], color=LIGHT["ink"], lw=1, ls=":", label="knee")
     ax.set_ylim(bottom=0)

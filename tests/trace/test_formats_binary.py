@@ -82,7 +82,7 @@ def test_iku1(path):
 
 
 def gguf(kind: str, tensors: dict[str, np.ndarray], version: int = 3) -> bytes:
-    """A minimal GGUF as llama-imatrix writes it: strings, a string array and an integer as metadata, float32 tensors."""
+    """A minimal GGUF as llama-imatrix writes it: strings, a string array, an integer; float32 tensors."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
@@ -209,7 +209,7 @@ def torch_save(path, value, root="archive/"):
 
 
 def per_token(**changes):
-    """Two passes of a model with a dense layer 0: a prompt of three tokens, then one. Physical experts 4, 5 are copies."""
+    """Two passes of a model with a dense layer 0: a prompt of three tokens, then one. Physical 4 and 5 are copies."""
     ids = np.full((2, 3, 4), -1)
     ids[1, :, :2] = [[4, 1], [2, 3], [5, 0]]
     more = np.full((2, 1, 4), -1)
@@ -346,8 +346,8 @@ def test_routed_experts_npz_with_prompt_and_tokens(path):
 
 def config(kind="softmax", **router) -> ModelConfig:
     return ModelConfig(
-        family="test", vocab_size=8, hidden_size=4, num_layers=3, num_heads=1, num_kv_heads=1, head_dim=4, num_experts=6,
-        top_k=2, expert_intermediate_size=4, ffn=("dense", "moe", "moe"), windows=(None,) * 3,
+        family="test", vocab_size=8, hidden_size=4, num_layers=3, num_heads=1, num_kv_heads=1, head_dim=4,
+        num_experts=6, top_k=2, expert_intermediate_size=4, ffn=("dense", "moe", "moe"), windows=(None,) * 3,
         router=RouterConfig(kind=kind, **router),
     )  # fmt: skip
 

@@ -258,7 +258,7 @@ def test_cache_lab_without_probabilities_is_unranked(write):
 def test_cache_lab_version_2_stages_and_unassigned_tokens(write):
     stage = {"num_experts": 8, "assigned_experts_per_token": 1, "allows_unassigned": True}
     meta = {"record_type": "metadata", "format": "moe-cache-lab.routing-jsonl", "format_version": 2, "model_id": "m",
-            "routing_stages": [{**stage, "routing_stage": "encoder"}, {**stage, "routing_stage": "decoder"}]}  # fmt: skip
+            "routing_stages": [stage | {"routing_stage": name} for name in ("encoder", "decoder")]}  # fmt: skip
     row = {
         "record_type": "routing_selection",
         "assignment_state": "assigned",

@@ -13,7 +13,7 @@ from colibri_lab.trace.table import PAD, new_header
 
 
 def small(**header) -> Trace:
-    """Two texts; text 0 is a prompt of two tokens and one generated token, text 1 one generated token. Layers 1 and 3."""
+    """Two texts: text 0 is a prompt of two tokens and a generated one, text 1 a generated one. Layers 1 and 3."""
     return Trace.from_rows(
         step=[0, 0, 0, 0, 1, 1, 2, 2],
         layer=[1, 1, 3, 3, 1, 3, 1, 3],

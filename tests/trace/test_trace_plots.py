@@ -23,7 +23,7 @@ CURVES = pd.concat(
 
 
 def drawn(figure):
-    """The picture's sentence, after checking that nothing warned, that it is a PNG and that its text is 9 pt or more."""
+    """The picture's sentence, after checking that nothing warned, that it is a PNG and that text is 9 pt or more."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert figure.png().startswith(b"\x89PNG")

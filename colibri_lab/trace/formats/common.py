@@ -62,7 +62,7 @@ class Head:
 
 @contextmanager
 def whole_file(path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block succeeds. Raises `StorageError` naming `path`."""
+    """A temporary path that takes the place of `path` when the block succeeds. Raises `StorageError` naming `path`."""
     path = Path(path)
     part = path.with_name(path.name + ".tmp")
     try:

@@ -86,7 +86,7 @@ def is_lattice(head: Head) -> bool:
 
 
 def load_lattice(path, num_experts: int | None = None) -> Trace:
-    """`{"layer_idx", "token_idx", "selected_ids", "gate_weights"}` per line, in any order; sorted by token, then layer."""
+    """`{"layer_idx", "token_idx", "selected_ids", "gate_weights"}` per line in any order; sorted by token and layer."""
     notes, events = ["phase was not recorded; every token is taken as decode"], {}
     for where, record in _records(path):
         key = (_field(path, where, record, "token_idx", int), _field(path, where, record, "layer_idx", int))

@@ -21,7 +21,7 @@ _DTYPES = {"Double": "f8", "Float": "f4", "Half": "f2", "Long": "i8", "Int": "i4
 
 
 def load_torch(path):
-    """The saved object; tensors are numpy arrays (bfloat16 as raw uint16). Raises `TraceError` naming file and cause."""
+    """The saved object; tensors are numpy arrays (bfloat16 as raw uint16). Raises `TraceError` naming the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             pickles = [name for name in archive.namelist() if name.endswith("/data.pkl") or name == "data.pkl"]
@@ -68,7 +68,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _stored(archive: zipfile.ZipFile, name: str, path) -> bytes:
-    """A member as it lies in the file. torch never compresses; refusing to inflate keeps a small file from filling RAM."""
+    """A member as it lies in the file. torch never compresses; not inflating keeps a small file from filling RAM."""
     if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
         raise TraceError(f"{path}: {name} is compressed; expected a torch.save file, which stores plain bytes")
     return archive.read(name)
