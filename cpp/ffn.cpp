@@ -9,14 +9,13 @@ using namespace colibri;
 
 using Ints = Array<const int32_t, 1>;
 
-// Pointer scratch of one thread; it grows to the largest step seen and is then reused, so a decode step allocates nothing.
 static thread_local std::vector<Expert> experts_scratch;
-static thread_local std::vector<const float*> pointer_scratch;
-static thread_local std::vector<float> sum_scratch;
+static thread_local FfnScratch scratch;
 
 static void run_experts(Array<const float, 2> x, Array<const uint8_t, 2> memory, Ints buffers, Ints which,
                         Array<const int64_t, 3> descriptors, Array<const float, 2> factors, Ints offsets, Ints token_of,
-                        Array<float, 2> hidden, Array<float, 2> out, int threads, int block_size, bool exact) {
+                        Array<float, 2> hidden, Array<float, 2> out, int threads, int block_size, bool exact,
+                        bool int8_activations) {
     size_t active = buffers.shape(0);
     expect_size("experts.shape[0]", which.shape(0), active, "length of buffers");
     expect_size("offsets.shape[0]", offsets.shape(0), active + 1, "active experts + 1");
@@ -57,12 +56,10 @@ static void run_experts(Array<const float, 2> x, Array<const uint8_t, 2> memory,
     expect(out.shape(0) >= rows && out.shape(1) == x.shape(1), "out must be at least (" + std::to_string(rows) + ", " + std::to_string(x.shape(1)) + ")");
     size_t inner = experts_scratch[0].gate.rows;
     expect(hidden.size() >= rows * inner, "hidden has " + std::to_string(hidden.size()) + " floats, " + std::to_string(rows * inner) + " are needed");
-    pointer_scratch.resize(std::max(pointer_scratch.size(), 2 * rows));
-    sum_scratch.resize(std::max(sum_scratch.size(), 2 * rows));
-    FfnScratch scratch{pointer_scratch.data(), pointer_scratch.data() + rows, sum_scratch.data(), sum_scratch.data() + rows, hidden.data()};
     const Expert* experts = experts_scratch.data();
     without_gil([&] {
-        expert_ffn(x.data(), token_of.data(), experts, o, static_cast<int>(active), scratch, out.data(), threads, block_size, exact);
+        expert_ffn(x.data(), static_cast<int>(x.shape(0)), token_of.data(), experts, o, static_cast<int>(active), scratch,
+                   hidden.data(), out.data(), threads, block_size, exact, int8_activations);
     });
 }
 
@@ -71,7 +68,7 @@ NB_MODULE(ffn, m) {
     m.attr("simd") = kSimdPath;
     m.def("experts", run_experts, array("x"), array("memory"), array("buffers"), array("experts"), array("descriptors"),
           array("factors"), array("offsets"), array("token_of"), array("hidden"), array("out"), nb::arg("threads") = 1,
-          nb::arg("block_size") = 64, nb::arg("exact") = true,
+          nb::arg("block_size") = 64, nb::arg("exact") = true, nb::arg("int8_activations") = false,
           "out[r] = down(silu(gate x) * up x) for bucket rows r. x (tokens, hidden) f32; memory (buffers, bytes) u8; buffers and\n"
           "experts (active,) i32; descriptors (E, 3, 6) i64 and factors (E, 3) f32 for gate, up, down; offsets (active + 1,) and\n"
           "token_of (rows,) i32; hidden is scratch of rows * intermediate f32. Raises ValueError on any mismatch.");

@@ -14,24 +14,43 @@ struct Expert {
     Matrix gate, up, down;
 };
 
+// Scratch of one calling thread; it grows to the largest step and is then reused.
 struct FfnScratch {
-    const float** x_rows;       // (rows,) row of x each bucket row reads
-    const float** hidden_rows;  // (rows,)
-    float* x_sums;              // (rows,) chain sums for int8 zero points
-    float* hidden_sums;         // (rows,)
-    float* hidden;              // (rows, intermediate)
+    std::vector<const float*> tokens, x_rows, hidden_rows;  // row of x of each token; of each bucket row; its hidden row
+    std::vector<float> x_sums, hidden_sums;                 // chain sums for int8 zero points
+    std::vector<IntRow> x_ints;                             // each bucket row's quantised token
+    IntRows token_ints, hidden_ints;
+
+    void fit(int tokens_needed, int rows) {
+        if (tokens.size() < static_cast<size_t>(tokens_needed)) tokens.resize(tokens_needed);
+        if (x_rows.size() >= static_cast<size_t>(rows)) return;
+        x_rows.resize(rows), hidden_rows.resize(rows), x_sums.resize(rows), hidden_sums.resize(rows), x_ints.resize(rows);
+    }
 };
 
+inline bool integer_expert(const Expert& e) {
+    return integer_weights(e.gate.format) && integer_weights(e.up.format) && integer_weights(e.down.format);
+}
+
 // x (tokens, hidden) → out (rows, hidden). token_of[r] = row of x; experts[a] covers rows [offsets[a], offsets[a+1]).
-inline void expert_ffn(const float* x, const int32_t* token_of, const Expert* experts, const int32_t* offsets, int active,
-                       const FfnScratch& s, float* out, int threads, int block_size, bool exact) {
+// `middle` (rows, intermediate) is scratch. With `int8_activations` experts of integer weights read activations rounded to
+// int8, each token once however many experts want it.
+inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, const Expert* experts, const int32_t* offsets,
+                       int active, FfnScratch& s, float* middle, float* out, int threads, int block_size, bool exact,
+                       bool int8_activations) {
     if (active == 0) return;
-    const int hidden = experts[0].down.rows, inner = experts[0].gate.rows;
-    const int rows = offsets[active];
+    const int hidden = experts[0].down.rows, inner = experts[0].gate.rows, rows = offsets[active];
+    const bool integer = int8_activations && std::all_of(experts, experts + active, integer_expert);
+    s.fit(tokens, rows);
+    if (integer) {
+        for (int t = 0; t < tokens; ++t) s.tokens[t] = x + static_cast<int64_t>(t) * hidden;
+        s.token_ints.quantise(s.tokens.data(), tokens, hidden, threads);
+    }
     for (int r = 0; r < rows; ++r) {
         s.x_rows[r] = x + static_cast<int64_t>(token_of[r]) * hidden;
-        s.hidden_rows[r] = s.hidden + static_cast<int64_t>(r) * inner;
-        s.x_sums[r] = chain_sum(s.x_rows[r], hidden);
+        s.hidden_rows[r] = middle + static_cast<int64_t>(r) * inner;
+        if (integer) s.x_ints[r] = s.token_ints.rows()[token_of[r]];
+        else s.x_sums[r] = chain_sum(s.x_rows[r], hidden);
     }
     const int per_task = std::max(1, block_size / kBlockRows);
     const int inner_blocks = experts[0].gate.blocks(), out_blocks = experts[0].down.blocks();
@@ -40,25 +59,29 @@ inline void expert_ffn(const float* x, const int32_t* token_of, const Expert* ex
     parallel_for(active * inner_tasks, threads, [&](int task) {
         int a = task / inner_tasks, first = task % inner_tasks * per_task, last = std::min(inner_blocks, first + per_task);
         int r0 = offsets[a], n = offsets[a + 1] - r0;
-        auto at = [&](int m, int row) { return s.hidden + static_cast<int64_t>(r0 + m) * inner + row; };
-        gemm_any(experts[a].gate, first, last, s.x_rows + r0, s.x_sums + r0, n,
-                 [&](int m, int row, F16 value) { store_rows(at(m, row), silu(value, exact), inner - row); });
-        gemm_any(experts[a].up, first, last, s.x_rows + r0, s.x_sums + r0, n, [&](int m, int row, F16 value) {
+        auto product = [&](const Matrix& w, auto write) {
+            if (integer) int8_blocks(w, first, last, s.x_ints.data() + r0, n, write);
+            else gemm_any(w, first, last, s.x_rows.data() + r0, s.x_sums.data() + r0, n, write);
+        };
+        auto at = [&](int m, int row) { return middle + static_cast<int64_t>(r0 + m) * inner + row; };
+        product(experts[a].gate, [&](int m, int row, F16 value) { store_rows(at(m, row), silu(value, exact), inner - row); });
+        product(experts[a].up, [&](int m, int row, F16 value) {
             float* to = at(m, row);
-            int count = std::min(16, inner - row);
             float gate[16] = {};
-            std::copy(to, to + count, gate);
-            store_rows(to, load(gate) * value, count);
+            std::copy(to, to + std::min(16, inner - row), gate);
+            store_rows(to, load(gate) * value, inner - row);
         });
     });
-    if (experts[0].down.format == Format::int8)
-        parallel_for(rows, threads, [&](int r) { s.hidden_sums[r] = chain_sum(s.hidden_rows[r], inner); });
+    if (integer) s.hidden_ints.quantise(s.hidden_rows.data(), rows, inner, threads);
+    else parallel_for(rows, threads, [&](int r) { s.hidden_sums[r] = chain_sum(s.hidden_rows[r], inner); });
     parallel_for(active * out_tasks, threads, [&](int task) {
         int a = task / out_tasks, first = task % out_tasks * per_task, last = std::min(out_blocks, first + per_task);
         int r0 = offsets[a], n = offsets[a + 1] - r0;
-        gemm_any(experts[a].down, first, last, s.hidden_rows + r0, s.hidden_sums + r0, n, [&](int m, int row, F16 value) {
+        auto write = [&](int m, int row, F16 value) {
             store_rows(out + static_cast<int64_t>(r0 + m) * hidden + row, value, hidden - row);
-        });
+        };
+        if (integer) int8_blocks(experts[a].down, first, last, s.hidden_ints.rows() + r0, n, write);
+        else gemm_any(experts[a].down, first, last, s.hidden_rows.data() + r0, s.hidden_sums.data() + r0, n, write);
     });
 }
 

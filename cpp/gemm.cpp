@@ -1,8 +1,6 @@
 // cppimport: matrix product of float32 activations with weights in any stored format.
 #include "gemm_core.hpp"
 
-#include <memory>
-
 #include "include/binding.hpp"
 
 using namespace colibri;
@@ -10,9 +8,11 @@ using namespace colibri;
 NB_MODULE(gemm, m) {
     bind_pool(m);
     m.attr("simd") = kSimdPath;
+    m.attr("int8_path") = kInt8Path;
     m.def("matmul",
           [](Array<const float, 2> x, Bytes base, Array<const int64_t, 1> descriptor, float factor,
-             std::optional<Array<const float, 1>> bias, Array<float, 2> out, int threads, int block_size) {
+             std::optional<Array<const float, 1>> bias, Array<float, 2> out, int threads, int block_size,
+             bool int8_activations) {
               expect_size("descriptor.shape[0]", descriptor.shape(0), kFields, "rows, cols, format, data, scale, zero");
               Matrix w = matrix_at(base.data(), static_cast<int64_t>(base.size()), descriptor.data(), factor);
               expect_size("x.shape[1]", x.shape(1), w.cols, "columns of the weight");
@@ -21,22 +21,17 @@ NB_MODULE(gemm, m) {
               if (bias) expect_size("bias.shape[0]", bias->shape(0), w.rows, "rows of the weight");
               expect_threads(threads);
               expect(block_size >= 16, "block_size must be at least 16, got " + std::to_string(block_size));
-              int tokens = static_cast<int>(x.shape(0));
-              const float* b = bias ? bias->data() : nullptr;
+              static thread_local GemmScratch scratch;  // a decode step allocates nothing
               without_gil([&] {
-                  constexpr int kStack = 64;  // decode needs no allocation
-                  const float* few_rows[kStack];
-                  float few_sums[kStack];
-                  std::unique_ptr<const float*[]> rows(tokens > kStack ? new const float*[tokens] : nullptr);
-                  std::unique_ptr<float[]> sums(tokens > kStack ? new float[tokens] : nullptr);
-                  matmul(x.data(), tokens, w, b, out.data(), rows ? rows.get() : few_rows, sums ? sums.get() : few_sums,
-                         threads, block_size);
+                  matmul(x.data(), static_cast<int>(x.shape(0)), w, bias ? bias->data() : nullptr, out.data(), scratch, threads,
+                         block_size, int8_activations);
               });
           },
           array("x"), array("base"), array("descriptor"), nb::arg("factor"), array("bias").none(), array("out"),
-          nb::arg("threads") = 1, nb::arg("block_size") = 64,
+          nb::arg("threads") = 1, nb::arg("block_size") = 64, nb::arg("int8_activations") = false,
           "out (tokens, rows) = x (tokens, cols) . W^T (+ bias). W lies in `base` (uint8) as `descriptor` says: int64\n"
-          "(rows, cols, format, data offset, scale offset, zero offset); layout rows16. Raises ValueError on any mismatch.");
+          "(rows, cols, format, data offset, scale offset, zero offset); layout rows16. With int8_activations integer weights\n"
+          "meet activations rounded to int8 in groups of 64. Raises ValueError on any mismatch.");
 }
 
 /*

@@ -5,7 +5,9 @@
 // output's bits depend only on its row of x and its row of W.
 #pragma once
 #include <algorithm>
+#include <vector>
 
+#include "gemm_int8_core.hpp"
 #include "include/matrix.hpp"
 #include "include/threads.hpp"
 
@@ -95,27 +97,38 @@ inline void store_rows(float* to, F16 value, int count) {
     std::copy(lanes, lanes + count, to);
 }
 
-// out (tokens, rows) = x (tokens, cols) · Wᵀ + bias. `rows` and `sums` are scratch of `tokens` entries.
-inline void matmul(const float* x, int tokens, const Matrix& w, const float* bias, float* out, const float** rows, float* sums,
-                   int threads, int block_size) {
-    for (int m = 0; m < tokens; ++m) {
-        rows[m] = x + static_cast<int64_t>(m) * w.cols;
-        if (w.format == Format::int8) sums[m] = chain_sum(rows[m], w.cols);
-    }
-    int per_task = std::max(1, block_size / kBlockRows);
-    int tasks = (w.blocks() + per_task - 1) / per_task;
+// Scratch of one thread that calls products; it grows to the largest call and is then reused.
+struct GemmScratch {
+    std::vector<const float*> rows;
+    std::vector<float> sums;
+    IntRows ints;
+};
+
+// out (tokens, rows) = x (tokens, cols) · Wᵀ + bias. With `int8_activations` integer weights meet activations rounded to
+// int8; other weights are not affected.
+inline void matmul(const float* x, int tokens, const Matrix& w, const float* bias, float* out, GemmScratch& scratch,
+                   int threads, int block_size, bool int8_activations) {
+    if (scratch.rows.size() < static_cast<size_t>(tokens)) scratch.rows.resize(tokens), scratch.sums.resize(tokens);
+    const bool integer = int8_activations && integer_weights(w.format);
+    for (int m = 0; m < tokens; ++m) scratch.rows[m] = x + static_cast<int64_t>(m) * w.cols;
+    if (integer) scratch.ints.quantise(scratch.rows.data(), tokens, w.cols, threads);
+    else if (w.format == Format::int8)
+        for (int m = 0; m < tokens; ++m) scratch.sums[m] = chain_sum(scratch.rows[m], w.cols);
+    const int per_task = std::max(1, block_size / kBlockRows);
+    const int tasks = (w.blocks() + per_task - 1) / per_task;
     parallel_for(tasks, threads, [&](int task) {
         int first = task * per_task, last = std::min(w.blocks(), first + per_task);
-        gemm_any(w, first, last, rows, sums, tokens, [&](int m, int row, F16 value) {
+        auto write = [&](int m, int row, F16 value) {
             int count = std::min(16, w.rows - row);
-            float* to = out + static_cast<int64_t>(m) * w.rows + row;
             if (bias) {
                 float b[16] = {};
                 std::copy(bias + row, bias + row + count, b);
                 value = value + load(b);
             }
-            store_rows(to, value, count);
-        });
+            store_rows(out + static_cast<int64_t>(m) * w.rows + row, value, count);
+        };
+        if (integer) int8_blocks(w, first, last, scratch.ints.rows(), tokens, write);
+        else gemm_any(w, first, last, scratch.rows.data(), scratch.sums.data(), tokens, write);
     });
 }
 

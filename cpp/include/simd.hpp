@@ -27,6 +27,9 @@
 #include <arm_neon.h>
 #endif
 
+// Before a loop of fixed length whose array should live in registers: gcc otherwise keeps it in memory.
+#define COLIBRI_UNROLL _Pragma("GCC unroll 16")
+
 namespace colibri {
 
 inline float bf16_to_float(uint16_t bits) {
