@@ -1,5 +1,6 @@
 """Two measures over windows of tokens: SRP (do few experts serve a stretch of text?) and SCH (what a cache that sees
-the next m tokens would hit). Definitions follow the code of the local-routing-consistency study (arXiv 2505.16056).
+the next m tokens would hit). Definitions follow the code of the local-routing-consistency study (arXiv 2505.16056),
+but for one point: its SCH keeps every expert that was just asked for, ours may drop it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def test_libcachesim_reads_the_records(tmp_path):
 
 @pytest.mark.parametrize(("slots", "lru", "belady"), [(8, 0.3193, 0.5631), (16, 0.5706, 0.7472), (24, 0.6807, 0.8425)])
 def test_libcachesim_counts_the_known_serial_hits_of_olmoe(traces, tmp_path, slots, lru, belady):
-    """replay.md §10.3: serial LRU and Belady per layer at 8, 16 and 24 slots."""
+    """Known: serial LRU and forced Belady per layer at 8, 16 and 24 slots."""
     trace = load_trace(traces / "warp_olmoe_1b7b_299.jsonl")
     hits = {"LRU": 0.0, "Belady": 0.0}
     for layer in trace.layers:

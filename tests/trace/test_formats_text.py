@@ -56,7 +56,7 @@ def test_bigmoe_prompt_tokens_become_rows_of_one_step(traces):
 
 
 def test_bigmoe_residency_is_the_hit_rate_of_the_recording_engine(traces):
-    """replay.md gives 74.9 % over all phases (unions) and 80.3 % for decode; the engine's own column says so."""
+    """Known: 74.9 % over all phases, where a prompt counts as unions, and 80.3 % for decode."""
     trace = load_trace(traces / "bigmoe_qwen.route.csv")
     assert trace.events().resident.mean() == pytest.approx(0.7488, abs=5e-5)
     assert trace.select(phase="decode").resident.mean() == pytest.approx(0.8029, abs=5e-5)

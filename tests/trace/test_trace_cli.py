@@ -138,7 +138,7 @@ def test_replay_json_has_the_promised_fields(colibri, olmoe):
 
 
 def test_replay_reproduces_the_recording_engine_from_a_byte_budget(colibri, qwen):
-    """replay.md §10.2: global LRU of 4000 MiB has the engine's own hit rate, 0.7488 over all phases."""
+    """A global LRU of 4000 MiB, as the engine ran it, has the hit rate of its residency column: 0.7488, all phases."""
     _, out, _ = colibri("replay", qwen, "--slots", "4000MiB", "--scope", "global", "--json")
     (one,) = json.loads(out)
     assert one["hit_rate"] == pytest.approx(0.7488, abs=1e-3)
