@@ -20,6 +20,7 @@ _HOMES = {
     "validate": ("checkpoint.validate", "validate"),
     "load_trace": ("trace", "load_trace"),
     "Lab": ("lab", "Lab"),
+    "routers": ("engine.routers", None),
     "kernels": ("kernels", None),
     "ui": ("ui", None),
     "errors": ("errors", None),

@@ -223,6 +223,9 @@ _ALL = (
     Setting("disk_page_cache", str, "0 B", "page cache in front of a modelled disk", also=parse_size),
     Setting("loader_threads", int, 2, "threads that read missing experts while resident ones compute", minimum=1, maximum=64),
     Setting("threads", int, None, "compute threads. Default: physical cores", minimum=1, maximum=256),
+    Setting("router_offload", str, "cpu", "where the router runs: cpu is in the engine; none takes experts decided elsewhere, "
+            "given with lab.routing(Precomputed(…)); gpu needs a device backend, of which there is none",
+            choices=("cpu", "none", "gpu"), changes_tokens=True),
     Setting("kv_cache_type", str, "paged", "paged allocates the KV cache page by page; naive takes max_seq_len at once",
             choices=("paged", "naive")),
     Setting("page_size", int, 256, "tokens per KV page", minimum=1, maximum=65536),

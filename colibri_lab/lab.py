@@ -16,6 +16,7 @@ from .checkpoint.container import Container
 from .config import SETTINGS, resolve
 from .engine.engine import Engine
 from .engine.generate import Run, stream
+from .engine.routers import PAD, RouterHook, describe
 from .engine.tokenizer import Tokenizer
 from .engine.watch import Watch
 from .errors import ColibriError, SettingError, TokenizerError
@@ -42,6 +43,7 @@ class Lab:
         self.last_run: Run | None = None
         self._stop = threading.Event()
         self._busy = threading.Lock()
+        self._here = threading.local()  # .router: what `routing` put in force in this thread
 
     def generate(self, prompt: str, **settings) -> Run:
         """Run to the end. Settings of scope "generate": max_tokens, temperature, top_p, seed, stop_at_eos.
@@ -56,8 +58,30 @@ class Lab:
         """The same step by step: prefill chunks, then one `Step` per token. `lab.last_run` fills up meanwhile."""
         if not isinstance(prompt, str):
             raise SettingError(f"prompt must be text, got {type(prompt).__name__}")
-        run = Run(prompt, {**self.settings, **resolve(settings, "generate")})
-        return self._locked(run)
+        router = self._router()
+        run = Run(prompt, {**self.settings, "routing": describe(router), **resolve(settings, "generate")})
+        return self._locked(run, router)
+
+    @contextlib.contextmanager
+    def routing(self, router: RouterHook | None) -> Iterator[None]:
+        """Until the block ends, in this thread, `router` decides which experts a token goes to; None: the model's own.
+
+            with lab.routing(cl.routers.TopK(k=2)):
+                run = lab.generate("def read_lines(path):")
+
+        See `engine/routers.py` for what a router is and for those there are. A stream keeps the router it was made with.
+        Raises `SettingError` for what is no router, or one that asks for what the model does not have.
+        """
+        if router is not None and not callable(router):
+            raise SettingError(f"routing: a router is called as router(layer, logits); got {router!r}")
+        if hasattr(router, "check"):
+            router.check(self.config)
+        before = getattr(self._here, "router", None)
+        self._here.router = router
+        try:
+            yield
+        finally:
+            self._here.router = before
 
     def stop(self) -> None:
         """End the running generation after its current step; from any thread."""
@@ -65,12 +89,14 @@ class Lab:
 
     def logits(self, token_ids) -> np.ndarray:
         """Teacher-forced: token_ids (tokens,) → float32 (tokens, vocab); row i predicts token i + 1."""
-        with self._exclusive():
+        router = self._router()
+        with self._exclusive(), self.engine.routed_by(router):
             return self._through(token_ids)
 
     def routes(self, token_ids) -> pd.DataFrame:
         """Where each token goes: layer, token (position), rank, expert, weight; one row per choice, in router order."""
-        with self._exclusive(), self._routing() as chunks:
+        router = self._router()
+        with self._exclusive(), self.engine.routed_by(router), self._watched() as chunks:
             self._through(token_ids)
         frames, seen = [], {}
         for layer, ids, weights in chunks:
@@ -82,7 +108,8 @@ class Lab:
                     {"layer": layer, "token": first + token, "rank": rank, "expert": ids.ravel(), "weight": weights.ravel()}
                 )
             )
-        table = pd.concat(frames, ignore_index=True).sort_values(["layer", "token", "rank"], ignore_index=True)
+        table = pd.concat(frames, ignore_index=True)
+        table = table[table.expert != PAD].sort_values(["layer", "token", "rank"], ignore_index=True)
         return table.astype({"expert": int})
 
     @contextlib.contextmanager
@@ -163,8 +190,17 @@ class Lab:
     def __repr__(self) -> str:
         return f"<Lab {self.summary()}>"
 
-    def _locked(self, run: Run) -> Iterator[Step]:
-        with self._exclusive():
+    def _router(self) -> RouterHook | None:
+        router = getattr(self._here, "router", None)
+        if self.settings["router_offload"] == "none" and (router is None or getattr(router, "needs_logits", True)):
+            raise SettingError(
+                f"router_offload 'none': the engine runs no router, and routing {describe(router)!r} needs one; give the "
+                "experts: with lab.routing(colibri_lab.routers.Precomputed(ids, weights)): …"
+            )
+        return router
+
+    def _locked(self, run: Run, router: RouterHook | None) -> Iterator[Step]:
+        with self._exclusive(), self.engine.routed_by(router):
             self._stop.clear()
             self.last_run = run
             yield from stream(self.engine, self.tokenizer, run, self._stop.is_set)
@@ -190,7 +226,7 @@ class Lab:
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def _routing(self):
+    def _watched(self):
         chunks = []
 
         def watch(layer, ids, weights, lease):
@@ -259,6 +295,10 @@ def _effective(settings: dict, container: Container) -> dict:
                 f"{each} bytes are needed"
             )
     s["expert_cache_slots"] = min(s["expert_cache_slots"], container.blocks * layers)
+    if s["router_offload"] == "gpu":
+        raise SettingError("router_offload 'gpu': there is no device backend; use cpu, or none with experts from elsewhere")
+    if s["router_offload"] == "none" and s["prefetch"] == "lookahead":
+        raise SettingError("prefetch 'lookahead' runs the router early, router_offload 'none' never: change one of them")
     if s["threads"] is None:
         s["threads"] = machine.cores()[0]
     s["simd"] = simd()

@@ -16,6 +16,7 @@ from .experts import DenseFeedForward, RoutedExperts, SharedExpert
 from .kv_cache import KvCache
 from .linear import Linear
 from .router import Router
+from .routers import RouterHook, chosen_only, decide
 from .workspace import Workspace
 
 
@@ -32,12 +33,14 @@ class Layer:
 class Engine:
     """A container's weights, ready to run. One sequence at a time; not thread-safe.
 
-    `observers` are called as observer(layer, ids, weights, lease) after every routing decision.
+    `observers` are called as observer(layer, ids, weights, lease) after every routing decision. `routing` is the router
+    in the place of the model's own, or None; ids may contain PAD then (routers.py).
     """
 
     def __init__(self, container: Container, settings: dict, recorder: Recorder | None = None):
         self.container, self.config, self.settings = container, container.config, settings
         self.work, self.recorder, self.observers = Workspace(), recorder, []
+        self.routing: RouterHook | None = None
         self.layers = [self._layer(i) for i in range(self.config.num_layers)]
         self._embed = container.dense("embed").tensors["embed"]
         self._norm = container.dense("final").tensors["norm"].array()
@@ -73,8 +76,9 @@ class Engine:
                     x += layer.dense(h, "dense_out")
                 continue
             with self.stage("router"):
-                experts, weights = layer.router(h)  # (tokens, k) each
-            lease = self.cache.acquire(layer.moe_index, experts, weights, phase)
+                experts, weights = layer.router(h) if self.routing is None else self._reroute(layer, h, ids)
+            asked = (experts, weights) if self.routing is None else chosen_only(experts, weights)
+            lease = self.cache.acquire(layer.moe_index, *asked, phase)
             for observer in self.observers:
                 observer(layer.index, experts, weights, lease)
             if self._lookahead is not None:
@@ -89,13 +93,27 @@ class Engine:
                     layer.experts.run(self.cache.memory, *loaded)
             with self.stage("expert_compute"):
                 x += layer.experts.combine(weights)
-            if layer.shared:
+            if layer.shared and getattr(self.routing, "shared", True):
                 with self.stage("shared_expert"):
                     x += layer.shared(h)
         self.kv.advance(tokens)
         with self.stage("head"):
             last = x if every else x[-1:]
             return self._head(self._normed(last, self._norm))
+
+    def _reroute(self, layer: Layer, h: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The choice of the router that stands in for the model's."""
+        logits = layer.router.logits(h) if getattr(self.routing, "needs_logits", True) else None
+        return decide(self.routing, layer.router.seen(ids, self.kv.length), logits)
+
+    @contextlib.contextmanager
+    def routed_by(self, router: RouterHook | None):
+        """Until the block ends, `router` decides; None is the model's own."""
+        before, self.routing = self.routing, router
+        try:
+            yield
+        finally:
+            self.routing = before
 
     def _fetch_ahead(self, layer: int, h: np.ndarray, phase: str) -> None:
         """Lookahead: the next layer's router, run early on this layer's input."""
@@ -145,7 +163,7 @@ class Engine:
         router = self.container.router(index)
         bias = router.tensors.get("correction_bias")
         layer.router = Router(
-            c.router, c.top_k, self._linear(router, "router"), None if bias is None else bias.array(), self.work,
+            index, c.router, c.top_k, self._linear(router, "router"), None if bias is None else bias.array(), self.work,
             self.settings["threads"],
         )  # fmt: skip
         layer.experts = RoutedExperts(self._block_tables(index), c.num_experts, self.work, self._ffn_options)

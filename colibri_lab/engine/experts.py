@@ -63,16 +63,17 @@ class RoutedExperts:
         self.descriptors, self.factors = _expert_tables(tables, num_experts)
         self.width = int(self.descriptors[0, 0, 0])
         self.work, self.options = work, options
-        self._place = np.full(num_experts, -1, np.int32)  # expert → its place among the step's active experts
+        # expert → its place among the step's active experts; one more for PAD, which clips to it and is left out
+        self._place = np.full(num_experts + 1, -1, np.int32)
         kernel = kernels.load("ffn")
         self._experts, self._combine, self._fill = kernel.experts, kernel.combine, kernel.fill_buckets
 
     def bucket(self, x: np.ndarray, ids: np.ndarray, active: np.ndarray) -> None:
-        """Start a step. x (tokens, hidden); ids (tokens, k) uint16; active (n,) int32: its distinct experts in computing
-        order."""
+        """Start a step. x (tokens, hidden); ids (tokens, k) uint16, PAD where there is none; active (n,) int32: the
+        distinct experts in computing order."""
         take, tokens, k = self.work.take, len(x), ids.shape[1]
         self._place[active] = np.arange(len(active), dtype=np.int32)
-        local = np.take(self._place, ids, out=take("local", ids.shape, np.int32))
+        local = np.take(self._place, ids, out=take("local", ids.shape, np.int32), mode="clip")
         self.x, self.active = x, active
         self.offsets = take("offsets", (len(active) + 1,), np.int32)
         self.token_of = take("token_of", (tokens * k,), np.int32)

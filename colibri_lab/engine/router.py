@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,12 +35,57 @@ def _route_into(logits, router, bias, ids, weights, threads):
     return ids, weights
 
 
+@dataclass(frozen=True)
+class RoutedLayer:
+    """One layer's routing rule, and the tokens that a decision is about: what a router of `routers.py` is told."""
+
+    index: int  # model layer number
+    experts: int
+    k: int  # experts per token, as the model was trained
+    rules: RouterConfig
+    bias: np.ndarray | None  # float32 (experts,) correction bias
+    token_ids: np.ndarray  # int64 (tokens,)
+    position: int = 0  # of the first token in its text
+
+    def route(self, logits: np.ndarray, k: int | None = None, bias: np.ndarray | None = None):
+        """The model's own rule on these logits: (ids (tokens, k) uint16, weights (tokens, k) float32).
+
+        `bias` replaces the correction bias; -inf makes an expert unchoosable.
+        """
+        return route(
+            np.ascontiguousarray(logits, np.float32), k or self.k, self.rules, self.bias if bias is None else bias
+        )
+
+    def scores(self, logits: np.ndarray) -> np.ndarray:
+        """float32 (tokens, experts) in 0-1: softmax or sigmoid of the logits, before any choice, bias or scale."""
+        if self.rules.kind == "sigmoid_group":
+            return (0.5 + 0.5 * np.tanh(0.5 * logits)).astype(np.float32)
+        power = np.exp(logits - logits.max(1, keepdims=True))
+        return (power / power.sum(1, keepdims=True)).astype(np.float32)
+
+    def weigh(self, scores: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """float32 (tokens, experts): the model's weights if `chosen`, bool of that shape, were its choice; else 0."""
+        weights = np.where(chosen, scores, np.float32(0))
+        if self.rules.renormalise or self.rules.kind == "topk_softmax":
+            weights = weights / (weights.sum(1, keepdims=True) + np.float32(1e-20))
+        return (weights * np.float32(self.rules.scale)).astype(np.float32)
+
+
 class Router:
     """Linear scores, then `route`, for one layer."""
 
-    def __init__(self, config: RouterConfig, k: int, linear: Linear, bias: np.ndarray | None, work: Workspace, threads: int):
-        self.config, self.k, self.linear, self.bias, self.work, self.threads = config, k, linear, bias, work, threads
-        self.scratch = "router"
+    def __init__(
+        self,
+        index: int,
+        config: RouterConfig,
+        k: int,
+        linear: Linear,
+        bias: np.ndarray | None,
+        work: Workspace,
+        threads: int,
+    ):
+        self.index, self.config, self.k, self.linear, self.bias = index, config, k, linear, bias
+        self.work, self.threads, self.scratch = work, threads, "router"
 
     def copy_for(self, scratch: str) -> Router:
         """The same router with scratch of its own, so that two results can be looked at together."""
@@ -47,9 +93,17 @@ class Router:
         other.scratch = scratch
         return other
 
+    def logits(self, x: np.ndarray) -> np.ndarray:
+        """x (tokens, hidden) → (tokens, experts) float32, in scratch."""
+        return self.linear(x, self.work.take(f"{self.scratch}_logits", (len(x), self.linear.rows)))
+
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (tokens, hidden) → ids (tokens, k) uint16 and weights (tokens, k) float32."""
-        logits = self.linear(x, self.work.take(f"{self.scratch}_logits", (len(x), self.linear.rows)))
+        logits = self.logits(x)
         ids = self.work.take(f"{self.scratch}_ids", (len(x), self.k), np.uint16)
         weights = self.work.take(f"{self.scratch}_weights", (len(x), self.k))
         return _route_into(logits, self.config, self.bias, ids, weights, self.threads)
+
+    def seen(self, token_ids: np.ndarray, position: int) -> RoutedLayer:
+        """What another router is told about this layer and these tokens."""
+        return RoutedLayer(self.index, self.linear.rows, self.k, self.config, self.bias, token_ids, position)
