@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from .record import TraceRecorder
-from .table import Trace
+import importlib
 
-__all__ = ["Trace", "TraceRecorder", "load_trace", "record_transformers"]
+_HOMES = {
+    "Trace": "table",
+    "TraceRecorder": "record",
+    "load_trace": "formats",
+    "record_transformers": "formats.transformers",
+}
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str):
-    # importers load on first use: the engine needs the recorder only
-    if name == "load_trace":
-        from .formats import load_trace
-
-        return load_trace
-    if name == "record_transformers":
-        from .formats.transformers import record_transformers
-
-        return record_transformers
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Names load on first use: the command line needs none of them to print its help.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
