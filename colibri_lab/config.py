@@ -233,6 +233,9 @@ _ALL = (
             "trained for, whichever is less", minimum=1),
     Setting("prefill_chunk", int, 256, "prompt tokens that go through the model at once", minimum=1, maximum=65536),
     Setting("gemm_block_size", int, 64, "output rows one thread takes at a time in matrix products", minimum=16, maximum=4096),
+    Setting("activations", str, "fp32", "what integer weights are multiplied with: float32 activations, or activations rounded "
+            "to int8 in groups of 64, which is faster; weights of 16 and 32 bits always meet float32", choices=("fp32", "int8"),
+            changes_tokens=True),
     Setting("sigmoid", str, "exact", "SwiGLU's sigmoid: exact, or a polynomial with error below 1e-4",
             choices=("exact", "polynomial"), changes_tokens=True),
     Setting("allow_fp32", bool, False, "open float32 containers, which are for tests"),

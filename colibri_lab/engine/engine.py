@@ -136,15 +136,16 @@ class Engine:
 
     def _linear(self, file, name: str) -> Linear:
         bias = file.tensors.get(f"{name}_bias")
-        s = self.settings
-        return Linear(
-            file.payload, file.tensors[name], s["threads"], s["gemm_block_size"], None if bias is None else bias.array()
-        )
+        options = {name: value for name, value in self._ffn_options.items() if name != "exact"}
+        return Linear(file.payload, file.tensors[name], options, None if bias is None else bias.array())
 
     @property
     def _ffn_options(self) -> dict:
         s = self.settings
-        return dict(threads=s["threads"], block_size=s["gemm_block_size"], exact=s["sigmoid"] == "exact")
+        return dict(
+            threads=s["threads"], block_size=s["gemm_block_size"], exact=s["sigmoid"] == "exact",
+            int8_activations=s["activations"] == "int8",
+        )  # fmt: skip
 
     def _layer(self, index: int) -> Layer:
         c, file, layer = self.config, self.container.dense(f"layer_{index}"), Layer()

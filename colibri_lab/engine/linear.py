@@ -28,7 +28,7 @@ def descriptor(tensor: Tensor, base: int = 0) -> list[int]:
 class Linear:
     """y = x · Wᵀ (+ bias). W stays in the mapped container file; x (tokens, cols) and y (tokens, rows) are float32."""
 
-    def __init__(self, payload: np.ndarray, tensor: Tensor, threads: int, block_size: int, bias: np.ndarray | None = None):
+    def __init__(self, payload: np.ndarray, tensor: Tensor, options: dict, bias: np.ndarray | None = None):
         if tensor.layout == "rows16":
             self._memory, place = payload, descriptor(tensor)
         else:  # a version-0 or .npy file: packed here, once
@@ -37,13 +37,13 @@ class Linear:
         self.nbytes = tensor.nbytes
         self._place = np.array(place, np.int64)
         self._factor, self._bias = tensor.factor, bias
-        self._threads, self._block_size = threads, block_size
+        self._options = (options["threads"], options["block_size"], options["int8_activations"])
         self._matmul = kernels.load("gemm").matmul
 
     def __call__(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         if out is None:
             out = np.empty((len(x), self.rows), np.float32)
-        self._matmul(x, self._memory, self._place, self._factor, self._bias, out, self._threads, self._block_size)
+        self._matmul(x, self._memory, self._place, self._factor, self._bias, out, *self._options)
         return out
 
 
