@@ -165,7 +165,7 @@ def hit_rate(run, baseline=None, tokens: int = 0, cursor: float | None = None, e
         series.append(Series(label, "kept", (3, 3)))
     rows += [now.hit_percent, now.trailing_hit_percent(last)]
     series.append(Series("", color, (), 1.0, 0.3))
-    label = f"{label_of(run, 'this run')}: {_percent(now.hit_rate)}" if len(now) else ""
+    label = label_of(run, "" if not len(now) else "this run") + (f": {_percent(now.hit_rate)}" if len(now) else "")
     series.append(Series(label, color, dash, 2.2))
     values = np.full((len(rows), length), np.nan, np.float32)
     for row, line in zip(values, rows, strict=True):

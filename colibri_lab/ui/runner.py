@@ -19,11 +19,10 @@ class Watcher(Protocol):
 
     interval_s: float  # between two calls of `paint`
 
-    def begun(self, job: Job) -> None: ...
+    def begun(self, run: MonitorRun) -> None: ...  # still without steps; it grows from here on
     def paint(self) -> None: ...  # from a thread of its own, while a run lasts
-    def stepped(self, run: MonitorRun) -> None: ...
-    def ended(self, run: MonitorRun) -> None: ...
-    def failed(self, error: BaseException) -> None: ...
+    def ended(self, run: MonitorRun, replaced: bool) -> None: ...  # replaced: another run follows at once
+    def failed(self, run: MonitorRun, error: BaseException) -> None: ...
 
 
 class Runner:
@@ -96,41 +95,44 @@ class Runner:
                     continue
 
     def _run(self, job: Job, cancel: threading.Event) -> MonitorRun:
+        lab = self.lab
+        wanted = {"expert_cache_slots": job.slots, "policy": job.policy}
+        run = MonitorRun(job, dict(lab.settings) | wanted | job.generate, lab.config.moe_layers, lab.config.top_k)
         self._running = threading.current_thread()
         try:
-            self.watcher.begun(job)
+            self.watcher.begun(run)
             with Ticker(self.watcher.paint, self.watcher.interval_s):
-                run = self._stream(job, cancel)
-            self.watcher.ended(run)
+                self._stream(run, wanted, cancel)
+            with self._lock:
+                replaced = self._mail is not None
+            self.watcher.ended(run, replaced)
             return run
         except BaseException as error:
-            self.watcher.failed(error)
+            self.watcher.failed(run, error)
             raise
         finally:
             self._running = None
             with self._lock:
                 self._cancel = None
 
-    def _stream(self, job: Job, cancel: threading.Event) -> MonitorRun:
-        """One run from a cold cache, so that runs with different settings start alike."""
-        lab = self.lab
-        if (lab.settings["expert_cache_slots"], lab.settings["policy"]) != (job.slots, job.policy):
-            lab.configure(expert_cache_slots=job.slots, policy=job.policy)
+    def _stream(self, run: MonitorRun, wanted: dict, cancel: threading.Event) -> None:
+        """Fill `run`, from a cold cache, so that runs with different settings start alike."""
+        lab, generate = self.lab, run.job.generate
+        if any(lab.settings[name] != value for name, value in wanted.items()):
+            lab.configure(**wanted)
+            run.settings = dict(lab.settings) | generate  # as they took effect
         lab.reset_cache()
-        run = MonitorRun(job, dict(lab.settings) | job.generate, lab.config.moe_layers, lab.config.top_k)
-        stream = lab.stream(job.prompt, **job.generate)
+        stream = lab.stream(run.prompt, **generate)
         try:
             while not cancel.is_set() and (step := next(stream, None)) is not None:
                 run.add(step, lab.residency())
-                self.watcher.stepped(run)
         finally:
             stream.close()
         tokens = run.tokens
-        if cancel.is_set() and len(tokens) < job.generate["max_tokens"]:
+        if cancel.is_set() and len(tokens) < generate["max_tokens"]:
             run.stop_reason = "interrupted"
         else:
             run.stop_reason = "eos" if tokens and tokens[-1] in lab.config.eos_token_ids else "length"
-        return run
 
 
 class Ticker:

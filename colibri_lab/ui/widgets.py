@@ -63,6 +63,7 @@ class RunMonitor(W.VBox):
         self.error: BaseException | None = None
         self.runs: list[MonitorRun] = []
         self.run: MonitorRun | None = None
+        self._before: MonitorRun | None = None  # shown again when the next run yields nothing
         self.kept: MonitorRun | None = None
         self._generate = resolve(generate, "generate")
         self._lock = threading.RLock()
@@ -113,7 +114,7 @@ class RunMonitor(W.VBox):
     def keep(self, _=None) -> None:
         """Make the run on show the grey one, which later runs are compared with."""
         with self._lock:
-            if self.run is not None:
+            if self.run is not None and len(self.run.decode):
                 self.kept = self.run
                 self._paint(force=True)
 
@@ -158,22 +159,23 @@ class RunMonitor(W.VBox):
 
     # Told by the runner, on its thread.
 
-    def begun(self, job: Job) -> None:
+    def begun(self, run: MonitorRun) -> None:
         with self._lock:
             self.error = None
-            self._top_ms = 0.0
+            self._before = self.run if self.run is not None and self.run.steps else self._before
+            self.run, self._top_ms = run, 0.0
             self._enter("running", "reading the prompt …")
-
-    def stepped(self, run: MonitorRun) -> None:
-        self.run = run
+            self._paint(force=True)  # a moved control shows at once, before the model has answered
 
     def paint(self) -> None:
         self._paint()
 
-    def ended(self, run: MonitorRun) -> None:
+    def ended(self, run: MonitorRun, replaced: bool) -> None:
         with self._lock:
             if run.steps:
                 self.runs.append(run)
+            elif not replaced:
+                self.run = self._before
             if self.kept is None and run.stop_reason != "interrupted" and len(run.decode):
                 self.kept = run
             self._paint(force=True)
@@ -183,11 +185,13 @@ class RunMonitor(W.VBox):
             else:
                 self._enter("done", f"done: {count} tokens{', the text ended' * (run.stop_reason == 'eos')}")
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, run: MonitorRun, error: BaseException) -> None:
         with self._lock:
             self.error = error
+            if not run.steps:
+                self.run = self._before
             with suppress(Exception):  # the error may be the painter's own, and is on its way up already
-                self._paint()
+                self._paint(force=True)
             if isinstance(error, KeyboardInterrupt):
                 self._enter("stopped", "interrupted")
             else:
@@ -339,7 +343,7 @@ class RunMonitor(W.VBox):
             self._say(run, kept)
 
     def _grid(self, run: MonitorRun | None, step: int, token: int | None, empty: str) -> frames.Frame:
-        if run is None:
+        if run is None or not run.residency:
             config = self.lab.config
             blank = np.zeros((len(config.moe_layers), config.num_experts), np.uint8)
             return frames.residency(blank, layers=config.moe_layers, empty=empty)

@@ -216,6 +216,35 @@ def test_interrupt_ends_the_run_cleanly(monitor, monkeypatch):
     assert monitor.lab.streams == 0 and threads() == []
 
 
+def test_a_moved_control_shows_before_the_model_answers(monitor, monkeypatch):
+    monitor.run_once()
+    go, stream = threading.Event(), monitor.lab.stream
+
+    def slow(prompt, **generate):
+        go.wait(10)
+        return stream(prompt, **generate)
+
+    monkeypatch.setattr(monitor.lab, "stream", slow)
+    monitor.slots.value = 9
+    until(lambda: monitor._panels[0].spec["series"][-1]["label"] == "9 slots, lru")
+    assert monitor.state == "running" and np.isnan(values_of(monitor._panels[0])[-1]).all()
+    go.set()
+    assert monitor.wait(10)
+    assert monitor._panels[0].spec["series"][-1]["label"].startswith("9 slots, lru: ")
+
+
+def test_a_run_stopped_before_its_first_step_gives_the_picture_back(monitor, monkeypatch):
+    run, go = monitor.run_once(), threading.Event()
+    before = [panel.data for panel in monitor._panels]
+    monkeypatch.setattr(monitor.lab, "reset_cache", lambda: go.wait(10))
+    monitor.start()
+    until(lambda: monitor.run is not run)
+    threading.Timer(0.05, go.set).start()
+    assert monitor.stop()
+    assert monitor.run is run and monitor.runs == [run] and monitor.state == "stopped"
+    assert [panel.data for panel in monitor._panels] == before
+
+
 def test_token_slider_goes_back_in_time(monitor):
     run = monitor.run_once()
     assert monitor.token.max == monitor.token.value == 39
@@ -318,9 +347,8 @@ def test_every_control_has_a_name_and_a_tooltip(monitor):
 
 def test_stop_from_inside_the_run_does_not_wait_for_itself(lab, monkeypatch):
     monitor = run_monitor(lab, max_tokens=50)
-    answers = []
-    stepped = monitor.stepped
-    monkeypatch.setattr(monitor, "stepped", lambda run: (stepped(run), answers.append(monitor.stop())))
+    answers, residency = [], lab.residency
+    monkeypatch.setattr(lab, "residency", lambda: (answers.append(monitor.stop()), residency())[1])
     assert monitor.run_once().stop_reason == "interrupted"
     assert answers == [False] and monitor.state == "stopped"
 
