@@ -69,6 +69,10 @@ class Timing:
         """Samples that median and spread leave out."""
         return len(self.samples) - len(self.seconds)
 
+    def per(self, amount: float) -> Timing:
+        """The same with seconds divided by `amount`: seconds per byte, per token, per operation."""
+        return Timing(tuple(Sample(s.seconds / amount, s.held) for s in self.samples))
+
     def row(self) -> dict:
         """median_s, low_s, high_s, samples, clean: a row of a table."""
         return {
@@ -126,7 +130,8 @@ def race(
 ) -> dict[str, Timing]:
     """Time every contender once per round, in turn and every other round backwards.
 
-    A sample repeats a call for about `budget_s` seconds. Rounds go on until each contender has `rounds` clean samples, but
+    A sample repeats a call for about `budget_s` seconds. A call that returns a float tells the share held by threads that
+    it started and ended itself, which nobody can ask afterwards. Rounds go on until each contender has `rounds` clean samples, but
     no longer than `patience` times as many. `threads` is how many cores a contender uses; `progress` is the title of a
     bar, "" for none. Ctrl-C ends it with KeyboardInterrupt.
     """
@@ -143,10 +148,10 @@ def race(
             for name in names if number % 2 == 0 else reversed(names):
                 work, count = contenders[name], calls[name]
                 with Stopwatch(threads) as watch:
-                    for _ in range(count):
-                        work()
-                found[name].append(Sample(watch.seconds / count, watch.held))
-                clean[name] += watch.held >= CLEAN
+                    told = [work() for _ in range(count)]
+                held = min([watch.held, *(share for share in told if isinstance(share, float))])
+                found[name].append(Sample(watch.seconds / count, held))
+                clean[name] += held >= CLEAN
             done = min(rounds, min(clean.values(), default=rounds))
             bar.update(done - bar.n)
             if done >= rounds:
