@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,9 +18,13 @@ import pandas as pd
 from tqdm import tqdm
 
 from .. import kernels, machine
+from ..bench import scratch_file
 from ..checkpoint.files import AtomicFile
 from ..errors import ColibriError, SettingError, StorageError
+from ..limits import measure_limits
+from ..timing import Timing, race
 from ..units import format_size
+from ..workloads import gemm
 from . import page_cache
 from .fingerprint import machine_facts, swap_bytes
 
@@ -31,6 +32,7 @@ FORMAT = 1
 BLOCKS = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 23)  # bytes of one read
 DEPTHS = (1, 2, 4, 8)  # reads in flight
 CACHED_SHARE = 0.02  # of a file in the page cache, above which a read does not count as cold
+ROUNDS = 5  # samples of a kernel
 _ROWS, _COLS = 1024, 2048  # the matrix of the kernel table
 
 
@@ -178,8 +180,8 @@ def probe(
     threads = sorted({1, machine.cores()[0]})
     parts: list[tuple[str, Callable[[], None]]] = [
         ("disk", lambda: _disk(found, folder, file_bytes, 0.5 * seconds)),
-        ("memory", lambda: found.memory.extend(_memory(threads, 0.1 * seconds))),
-        ("kernels", lambda: _kernels(found, threads, 0.3 * seconds)),
+        ("memory", lambda: found.memory.extend(_memory(threads))),
+        ("kernels", lambda: _kernels(found, threads, 0.4 * seconds)),
         ("engine", lambda: _engine(found)),
     ]
     for _, measure in tqdm(parts, "probe", disable=not progress):
@@ -212,7 +214,7 @@ def _disk(found: Probe, folder: Path, file_bytes: int | None, budget_s: float) -
     if size < 4 * BLOCKS[-1]:
         found.notes.append(f"disk not measured: {folder} has room for {format_size(size)}, 34 MB are needed")
         return
-    with _scratch_file(folder, size) as file:
+    with scratch_file(folder, size) as file:
         cells = [(block, depth) for block in BLOCKS for depth in DEPTHS]
         for block, depth in cells:
             row = read_rate(file, size, block, depth, 0.8 * budget_s / len(cells))
@@ -228,33 +230,12 @@ def _disk(found: Probe, folder: Path, file_bytes: int | None, budget_s: float) -
         )
 
 
-@contextmanager
-def _scratch_file(folder: Path, size: int) -> Iterator[Path]:
-    """A file of random bytes, on the disk and not only in the page cache; removed afterwards."""
-    rng = np.random.default_rng(0)
-    try:
-        handle, name = tempfile.mkstemp(prefix="colibri-probe-", dir=folder)
-        try:
-            with open(handle, "wb") as file:
-                for at in range(0, size, BLOCKS[-1]):
-                    file.write(rng.bytes(min(BLOCKS[-1], size - at)))
-                file.flush()
-                os.fsync(file.fileno())
-            yield Path(name)
-        finally:
-            os.unlink(name)
-    except OSError as error:
-        raise StorageError(f"{folder}: the disk cannot be measured: {error}; --path names another folder") from error
-
-
 def read_rate(file: Path, size: int, block: int, depth: int, budget_s: float = 0.2) -> dict:
     """Bytes per second of cold random reads of `block` bytes, `depth` in flight: how, bytes_per_s, low, high, n."""
     count = max(depth, min(size // block, 32, max(4, (32 << 20) // block)))
     seeds = iter(range(1, 1 << 30))
-    loader_mode = kernels.load("storage").BlockLoader(
-        [str(file)], [0], [block], "direct", 1, _buffers(1, block)
-    ).mode  # fmt: skip
-    if loader_mode == "direct":
+    one = kernels.load("storage").BlockLoader([str(file)], [0], [block], "direct", 1, _buffers(1, block))
+    if one.mode == "direct":
         rates = _sampled(lambda: _read(file, size, block, depth, "direct", count, next(seeds)), budget_s)
         return {"how": "direct", **_summary(rates, "bytes_per_s")}
     shares = []
@@ -294,72 +275,42 @@ def _read(file: Path, size: int, block: int, depth: int, mode: str, count: int, 
     return len(places) * block / spent
 
 
-# ---- memory and kernels
+# ---- memory, kernels, engine
 
 
-def _memory(threads: list[int], budget_s: float) -> list[dict]:
-    """Read bandwidth: each thread sums its own 128 MB."""
-    arrays = [np.ones(16_000_000) for _ in range(max(threads))]
+def _memory(threads: list[int]) -> list[dict]:
+    """Read bandwidth of arrays far larger than the caches, with the kernel that measures the machine's limits."""
+    return [{"threads": n, **_rate(measure_limits(n).read, 1.0)} for n in threads]
 
-    def rate(count: int) -> float:
-        workers = [threading.Thread(target=np.add.reduce, args=(array,)) for array in arrays[:count]]
-        begun = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        return count * arrays[0].nbytes / (time.perf_counter() - begun)
 
-    return [
-        {"threads": n, **_summary(_sampled(lambda n=n: rate(n), budget_s / len(threads), 5), "bytes_per_s")} for n in threads
-    ]
+def _rate(timing: Timing, amount: float) -> dict:
+    """A timing of `amount` bytes as a rate."""
+    return {"bytes_per_s": amount / timing.median_s, "low": amount / timing.high_s, "high": amount / timing.low_s,
+            "n": len(timing.seconds)}  # fmt: skip
 
 
 def _kernels(found: Probe, threads: list[int], budget_s: float) -> None:
     from ..checkpoint.formats import FORMATS
 
-    cells = [(name, n, tokens) for name in FORMATS for n in threads for tokens in (1, 64)]
     for name in FORMATS:
-        try:
-            found.kernels += kernel_speed(name, threads, budget_s / len(cells))
-        except (ColibriError, ValueError, KeyError, TypeError) as error:
-            found.notes.append(f"kernel for {name} not measured: {error}")
+        found.kernels += kernel_speed(name, threads, budget_s / len(FORMATS))
 
 
-def kernel_speed(name: str, threads: list[int], budget_s: float = 0.2) -> list[dict]:
-    """Time of x (tokens, 2048) times a 1024 x 2048 matrix in a number format, at 1 and 64 tokens; the matrices rotate
-    through 128 MB, so that weights come from memory as they do in decode."""
-    from ..checkpoint.binfile import plan_table, tensor_view
-    from ..checkpoint.layout import Spec
-    from ..engine.linear import Linear
-
-    one = plan_table({"w": Spec((_ROWS, _COLS), "w")}, {"w": name})[1]
-    copies = max(2, 128_000_000 // one)
-    table, nbytes = plan_table({f"w{i}": Spec((_ROWS, _COLS), f"w{i}") for i in range(copies)},
-                               {f"w{i}": name for i in range(copies)})  # fmt: skip
-    # The byte 0x3C gives small finite numbers in every format, for elements, scales and zero points alike.
-    payload = np.full(nbytes + 64, 0x3C, np.uint8)
-    start = -payload.__array_interface__["data"][0] % 64
-    payload = payload[start : start + nbytes]
+def kernel_speed(name: str, threads: list[int], budget_s: float = 1.0) -> list[dict]:
+    """Time of x (tokens, 2048) times a 1024 x 2048 matrix in a number format, at 1 and 64 tokens; matrices rotate through
+    128 MB, so that weights come from memory as they do in decode."""
     rows = []
-    for n in threads:
-        matrices = [Linear(payload, tensor_view(payload, entry), n, 64) for entry in table]
-        for tokens in (1, 64):
-            x, out = np.ones((tokens, _COLS), np.float32), np.empty((tokens, _ROWS), np.float32)
-            turn = matrices[: len(matrices) if tokens == 1 else 4]
-
-            def once(turn=turn, x=x, out=out) -> float:
-                begun = time.perf_counter()
-                for matrix in turn:
-                    matrix(x, out)
-                return (time.perf_counter() - begun) / len(turn)
-
-            row = _summary(_sampled(once, budget_s), "seconds")
+    each_s = budget_s / (2 * len(threads) * ROUNDS)
+    for tokens in (1, 64):
+        work = gemm(name, tokens)
+        weight_bytes = work.bytes - 4 * tokens * (_ROWS + _COLS)
+        for n in threads:
+            timing = race({name: work.call(threads=n)}, rounds=ROUNDS, budget_s=each_s, threads=n, patience=2)[name]
             rows.append(
                 {
-                    "format": name, "threads": n, "tokens": tokens, **row,
-                    "weight_bytes_per_s": nbytes / copies / row["seconds"],
-                    "flop_per_s": 2 * tokens * _ROWS * _COLS / row["seconds"],
+                    "format": name, "threads": n, "tokens": tokens, "seconds": timing.median_s, "low": timing.low_s,
+                    "high": timing.high_s, "n": len(timing.seconds), "weight_bytes_per_s": weight_bytes / timing.median_s,
+                    "flop_per_s": work.operations / timing.median_s,
                 }
             )  # fmt: skip
     return rows

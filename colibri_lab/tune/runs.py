@@ -171,7 +171,9 @@ def load(name: str | os.PathLike) -> Record:
         found = found or [each for each in _folders() if each.name.endswith(str(name))]
         if len(found) != 1:
             known = ", ".join(each.name for each in found or _folders()[-5:]) or "none"
-            raise SettingError(f"{len(found)} records match {str(name)!r} in {root()}; expected one. There are: {known}")
+            raise SettingError(
+                f"{len(found)} records match {str(name)!r} in {root()}; expected one. There are: {known}"
+            )
         path = found[0]
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
@@ -193,7 +195,11 @@ def runs(kind: str | None = None, model: str | None = None, since: str | None = 
     if kind is not None and kind not in KINDS:
         raise SettingError(f"record kind {kind!r}; {did_you_mean(kind, KINDS)}")
     rows = [row for folder in _folders() if (row := _row(folder)) is not None]
-    table = pd.DataFrame(rows, columns=["id", "kind", "time", "model", "trace", "machine", "git_commit"]) if not rows else None
+    table = (
+        pd.DataFrame(rows, columns=["id", "kind", "time", "model", "trace", "machine", "git_commit"])
+        if not rows
+        else None
+    )
     table = pd.DataFrame(rows) if table is None else table
     if kind is not None:
         table = table[table.kind == kind]
@@ -263,7 +269,8 @@ def git_commit() -> str | None:
     try:
         asked = [["rev-parse", "HEAD"], ["status", "--porcelain", "--", "colibri_lab", "cpp"]]
         done = [
-            subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, timeout=20) for args in asked
+            subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, timeout=20)
+            for args in asked
         ]
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -320,7 +327,11 @@ def _parquet_ready(frame: pd.DataFrame) -> pd.DataFrame:
     """Mixed objects as text: parquet columns have one type."""
     frame = frame.copy()
     for name in frame.columns:
-        kinds = {type(value) for value in frame[name] if value is not None and value == value} if frame[name].dtype == object else set()
+        kinds = (
+            {type(value) for value in frame[name] if value is not None and value == value}
+            if frame[name].dtype == object
+            else set()
+        )
         if len(kinds) > 1 and not kinds <= {int, float}:
             frame[name] = [None if value is None or value != value else str(value) for value in frame[name]]
     return frame.rename(columns=str)
