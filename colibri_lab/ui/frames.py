@@ -37,6 +37,7 @@ class Frame:
 
     lines  (series, tokens), NaN leaves a gap        bars  (bars, 2): percent now, percent of the kept run or NaN
     stack  (series, tokens), bottom to top           grid  (3, layers, experts): state, resident since, times used
+    columns  (3, columns): height, number of its series, where a tick stands or NaN
     """
 
     kind: str
@@ -49,6 +50,8 @@ class Frame:
     ylim: tuple[float, float] = (0, 1)
     texts: tuple[str, ...] = ()  # beside each bar
     rows: tuple[str, ...] = ()  # names of the grid's rows
+    words: tuple[str, ...] = ()  # what each state of the grid means, for its readout; () speaks of residency
+    level: float | None = None  # a line across the columns
     note: str = ""
     stride: int = 1  # tokens from one value to the next
     cursor: float | None = None  # the token that the grid shows
@@ -56,7 +59,7 @@ class Frame:
 
     def spec(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON for the browser."""
-        fields = ("kind", "title", "xlabel", "ylabel", "xlim", "ylim", "texts", "rows", "note")
+        fields = ("kind", "title", "xlabel", "ylabel", "xlim", "ylim", "texts", "rows", "note", "words", "level")
         fields += ("stride", "cursor", "empty")
         spec = {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in fields}
         series = [

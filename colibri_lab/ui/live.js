@@ -148,6 +148,43 @@ function bars(g, W, H, spec, at, ui) {
   g.beginPath(); g.moveTo(box.x, box.y); g.lineTo(box.x, box.y + box.h); g.stroke();
 }
 
+// One column per expert, over a line at zero: its series gives the colour, its text stands above it, a tick marks a second
+// value. Series without a name in the legend are the ordinary columns.
+function columns(g, W, H, spec, at, ui) {
+  const n = spec.shape[1], box = { x: 46, y: 46, w: W - 58 };
+  box.h = H - box.y - 38;
+  let x = box.x;
+  g.font = FONT; g.textBaseline = "middle"; g.textAlign = "left";
+  for (const s of spec.series.filter((s) => s.label)) {
+    g.fillStyle = s.color[ui.dark];
+    if (s.dash.length) g.fillRect(x, 31, 12, 3); else g.fillRect(x, 27, 10, 10);
+    g.fillStyle = ui.ink; g.fillText(s.label, x + 15, 32);
+    x += g.measureText(s.label).width + 26;
+  }
+  const { px, py } = axes(g, box, spec, ui.ink, ui.rule);
+  g.save();
+  g.beginPath(); g.rect(box.x, box.y - 14, box.w, box.h + 16); g.clip();
+  const step = box.w / n, zero = py(Math.max(0, spec.ylim[0]));
+  for (let i = 0; i < n; i++) {
+    const v = at(i), tick = at(2 * n + i), left = px(i) - step / 2, top = Math.min(py(v), zero);
+    g.fillStyle = spec.series[at(n + i)].color[ui.dark];
+    g.fillRect(left + 0.1 * step, top, 0.8 * step, Math.max(Math.abs(py(v) - zero), 1));
+    if (!Number.isNaN(tick)) {
+      g.fillStyle = ui.ink; g.fillRect(left, py(tick) - 1, step, 2);
+    }
+    if (spec.texts[i]) {
+      g.fillStyle = ui.ink; g.textAlign = "center";
+      g.fillText(spec.texts[i], px(i), Math.min(top, Number.isNaN(tick) ? top : py(tick)) - 7);
+    }
+  }
+  if (spec.level !== null && spec.level !== undefined) {
+    g.strokeStyle = ui.ink; g.lineWidth = 1; g.setLineDash([2, 3]);
+    g.beginPath(); g.moveTo(box.x, py(spec.level)); g.lineTo(box.x + box.w, py(spec.level)); g.stroke();
+    g.setLineDash([]);
+  }
+  g.restore();
+}
+
 function gridBox(W, H, spec) {
   const box = { x: 40, y: 42, w: W - 48 };
   box.h = H - box.y - 38;
@@ -197,13 +234,17 @@ function cross(g, x, y, w, h, ui) {
 
 function about(spec, at, [l, e]) {
   const [, L, E] = spec.shape, k = l * E + e;
+  if (spec.words.length) {
+    const weight = at(L * E + k);
+    return `layer ${spec.rows[l]}, expert ${e}: ${spec.words[at(k)]}${Number.isNaN(weight) ? "" : `, weight ${weight.toFixed(3)}`}`;
+  }
   const state = ["not in memory", "resident", "used by this token", "missed: read for this token"][at(k)];
   const since = at(L * E + k), uses = at(2 * L * E + k);
   const held = Number.isNaN(since) ? "" : since === 0 ? ", since the prompt" : `, since step ${since}`;
   return `layer ${spec.rows[l]}, expert ${e}: ${state}${held}, used by ${uses} step${uses === 1 ? "" : "s"} so far`;
 }
 
-const KINDS = { lines, stack, bars, grid };
+const KINDS = { lines, stack, bars, columns, grid };
 
 function render({ model, el }) {
   const height = model.get("height");

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from . import frames
@@ -98,7 +99,7 @@ def draw(ax, frame: Frame) -> None:
     ax.set_ylabel(frame.ylabel, fontsize=FONT_PT)
     ax.tick_params(labelsize=FONT_PT)
     ax.spines[["top", "right"]].set_visible(False)
-    {"lines": _lines, "stack": _stack, "bars": _bars, "grid": _grid}[frame.kind](ax, frame)
+    {"lines": _lines, "stack": _stack, "bars": _bars, "columns": _columns, "grid": _grid}[frame.kind](ax, frame)
     if frame.cursor is not None:
         ax.axvline(frame.cursor, color=LIGHT["ink"], lw=1, ls=":")
     if frame.empty:
@@ -152,6 +153,32 @@ def _bars(ax, frame: Frame) -> None:
         if np.isfinite(kept):
             ax.plot([kept, kept], [y - 0.45, y + 0.45], color=LIGHT["ink"], lw=1.6)
         ax.text(x + 0.012 * ax.get_xlim()[1], y, text, va="center", fontsize=FONT_PT)
+
+
+def _columns(ax, frame: Frame) -> None:
+    heights, which, ticks = frame.values
+    ax.set(xlim=frame.xlim, ylim=frame.ylim)
+    ax.grid(axis="y", color=LIGHT["rule"], lw=0.7)
+    ax.set_axisbelow(True)
+    at = np.arange(len(heights))
+    ax.bar(at, heights, 0.8, color=[LIGHT[frame.series[int(i)].color] for i in which])
+    ax.hlines(ticks, at - 0.5, at + 0.5, color=LIGHT["ink"], lw=1.6)
+    ax.axhline(0, color=LIGHT["ink"], lw=0.6)
+    if frame.level is not None:
+        ax.axhline(frame.level, color=LIGHT["ink"], lw=1, ls=":")
+    for x, text, top in zip(at, frame.texts, np.fmax(np.fmax(heights, ticks), 0), strict=False):
+        if text:
+            ax.annotate(text, (x, top), (0, 2), textcoords="offset points", fontsize=FONT_PT, ha="center")
+    named = [s for s in frame.series if s.label]
+    handles = [
+        Line2D([], [], color=LIGHT[s.color], lw=1.6) if s.dash else Rectangle((0, 0), 1, 1, color=LIGHT[s.color])
+        for s in named
+    ]
+    if handles:
+        labels = [s.label for s in named]
+        ax.legend(
+            handles, labels, fontsize=FONT_PT, ncols=len(named), loc="upper right", framealpha=0.85, handlelength=1
+        )
 
 
 def _grid(ax, frame: Frame) -> None:
