@@ -56,6 +56,21 @@ struct Tally {
     int64_t prefetch_wasted = 0;  // fetched ahead, evicted unused
 };
 
+// Counts what the pool tells and passes it on.
+template <class Log> struct Counting {
+    Tally& tally;
+    Log& log;
+    void hit(int i) { ++tally.hits, log.hit(i); }
+    void miss(int i) { ++tally.misses, log.miss(i); }
+    void prefetched(int i, bool timely) {
+        ++(timely ? tally.prefetch_timely : tally.prefetch_late);
+        log.prefetched(i, timely);
+    }
+    void evict(int id) { ++tally.evictions, log.evict(id); }
+    void drop(int id) { ++tally.drops, log.drop(id); }
+    void wasted(int id) { ++tally.prefetch_wasted, log.wasted(id); }
+};
+
 // Members of an event in the order the contract wants: ascending ids for atomic, else by `order`.
 class Arrange {
 public:
@@ -140,25 +155,12 @@ public:
             pools_[p].resize(s_.by_bytes() ? capacity_bytes : s_.slots_of(p), s_.slots_of(p), both);
         }
     }
+    Access first_access(int id, int32_t next) const { return {id, 0, pass_, accesses_, 1.0f, next}; }
     void look_ahead(bool on) {
         for (auto& p : pools_) p.look_ahead(on);
     }
-    Access first_access(int id) const { return {id, 0, pass_, accesses_, 1.0f, never}; }
 
 private:
-    template <class Log> struct Counting {
-        Tally& tally;
-        Log& log;
-        void hit(int i) { ++tally.hits, log.hit(i); }
-        void miss(int i) { ++tally.misses, log.miss(i); }
-        void prefetched(int i, bool timely) {
-            ++(timely ? tally.prefetch_timely : tally.prefetch_late);
-            log.prefetched(i, timely);
-        }
-        void evict(int id) { ++tally.evictions, log.evict(id); }
-        void drop(int id) { ++tally.drops, log.drop(id); }
-        void wasted(int id) { ++tally.prefetch_wasted, log.wasted(id); }
-    };
     CacheSettings s_;
     std::vector<Pool<P>> pools_;
     std::vector<Tally> tally_;

@@ -117,7 +117,9 @@ public:
             Watch watch{*this, layer};
             int id = core_.base(layer) + block;
             bool had = slot_of(layer, block) >= 0;
-            bool held = for_good ? core_.pool(layer).pin(id, watch) : core_.pool(layer).preload(core_.first_access(id));
+            int32_t next = future_ ? future_->first_use(settings().global ? 0 : layer, id, 0) : never;
+            bool held = for_good ? core_.pool(layer).pin(id, watch)
+                                 : core_.pool(layer).preload(core_.first_access(id, next));
             if (!held && for_good)
                 throw std::invalid_argument("cannot pin block " + std::to_string(block) + " of layer " +
                                             std::to_string(layer) + ": all slots of its pool hold pinned blocks");

@@ -13,6 +13,7 @@
 //   bypass  after the update the best blocks by policy rank stay, members or not; a missed block may be dropped after use
 //   never   missed blocks are dropped after use: only pins are resident (static sets)
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -35,12 +36,42 @@ struct Event {
     int first_id = 0, last_id = 0;   // the layer's ids are first_id <= id < last_id
 };
 
+struct RunCount {
+    int64_t events = 0, full_events = 0, hits = 0, misses = 0, evictions = 0, drops = 0, logical_hits = 0, logical_misses = 0;
+    void operator+=(const RunCount& c) {
+        events += c.events, full_events += c.full_events, hits += c.hits, misses += c.misses, evictions += c.evictions;
+        drops += c.drops, logical_hits += c.logical_hits, logical_misses += c.logical_misses;
+    }
+};
+
+// Many events of one pool, for Pool::run: event numbers into the arrays of a whole trace.
+struct Run {
+    const int32_t* events;
+    size_t count;
+    const int64_t* offsets;     // members of event e: ids[offsets[e] .. offsets[e + 1])
+    const int32_t* ids;
+    const float* gates;         // or null
+    const int32_t* nexts;
+    const int32_t* repeats;     // times each member was asked for, or null: once
+    const int32_t* pass;        // by event
+    int64_t first_access;       // index of the first member since the last reset
+    const int32_t* row;         // by event: where in `total` it counts
+    RunCount* total;
+
+    int64_t asked(int64_t first, int64_t last) const {
+        int64_t n = last - first;
+        for (int64_t i = first; repeats && i < last; ++i) n += repeats[i] - 1;
+        return n;
+    }
+};
+
 template <class P> class Pool {
 public:
     // `capacity` in blocks, or in bytes when `cost` gives the bytes of each block; `slots` is then how many fit on average.
     Pool(P policy, int ids, int64_t capacity, int slots, Admission admission, std::vector<int64_t> cost = {})
         : policy_(std::move(policy)), state_(ids, absent), uses_(ids, 0), members_(ids), fresh_(ids), nobody_(ids),
-          cost_(std::move(cost)), capacity_(capacity), slots_(slots), admission_(admission) {}
+          cost_(std::move(cost)), capacity_(capacity), slots_(slots), admission_(admission),
+          plain_(admission == Admission::forced && cost_.empty()) {}
 
     bool resident(int id) const { return state_[id] != absent; }
     bool pinned(int id) const { return state_[id] == pin_; }
@@ -52,19 +83,29 @@ public:
     // drop(id) (loaded by this event, not kept), wasted(id) (prefetched, evicted unused; evict follows).
     template <class Log> void step(const Event& e, Lookup lookup, Log& log) {
         if (look_ahead_) mark(e);
-        if (lookup == Lookup::atomic) return e.n == 1 ? one(e, 0, 0, log) : atomic(e, log);
-        if (lookup == Lookup::serial) {
-            for (int i = 0; i < e.n; ++i) one(e, i, i, log);
-        } else {
-            later_.clear();
-            int served = 0;
-            for (int i = 0; i < e.n; ++i) {
-                if (resident(e.ids[i])) one(e, i, served++, log);
-                else later_.push_back(i);
-            }
-            for (int i : later_) one(e, i, served++, log);
-        }
+        if (e.n == 1) one(e, 0, 0, log);
+        else if (lookup == Lookup::atomic) atomic(e, log);
+        else serial(e, lookup, log);
     }
+
+    // Serve events one after the other as `step` would under the atomic contract, until one is larger than the pool; that one
+    // is for `step`. Returns how many were served; counts go to r.total. Needs `plain()`.
+    size_t run(const Run& r) {
+        size_t k = 0;
+        while (k < r.count) {
+            size_t alone = 0;  // one-member events in a row, whose members then lie side by side
+            int64_t e = r.events[k];
+            while (k + alone < r.count && r.events[k + alone] == e + int64_t(alone) && r.row[e + alone] == r.row[e] &&
+                   r.offsets[e + alone + 1] - r.offsets[e + alone] == 1)
+                ++alone;
+            if (alone) run_singles(r, e, alone);
+            size_t served = alone ? alone : run_sets(r, k);
+            k += served;
+            if (!served) break;
+        }
+        return k;
+    }
+    bool plain() const { return plain_ && capacity_ > pins_; }
 
     // Room for a block that a predictor wants, without displacing a warmer one: a free slot, an expired prefetch, or the
     // policy's victim if that was used no more often so far. Members of the last event may still be in use and stay. False:
@@ -96,6 +137,7 @@ public:
         while (used_ + cost(id) > capacity_ && evict_one(nobody_, demand_ + int(staged_.size()), log)) {}
         if (used_ + cost(id) > capacity_) return false;
         state_[id] = pin_;
+        ++pins_;
         used_ += cost(id);
         policy_.resize(policy_slots());
         return true;
@@ -128,20 +170,115 @@ public:
         for (int id = 0; id < ids(); ++id)
             if (state_[id] == pin_) used_ += cost(id);
     }
-    void look_ahead(bool on) { look_ahead_ = on; }  // keep what `prefetch` must know
+    void look_ahead(bool on) { look_ahead_ = on, plain_ = plain_ && !on; }  // keep what `prefetch` must know
     int staged() const { return int(staged_.size()); }
 
 private:
     enum State : uint8_t { absent, demand, pin_, fetching, fetched, expired };
 
     int64_t cost(int id) const { return cost_.empty() ? 1 : cost_[id]; }
-    int policy_slots() const {
-        int pins = 0;
-        for (auto s : state_) pins += s == pin_;
-        return slots_ > pins ? slots_ - pins : 0;
-    }
+    int policy_slots() const { return std::max(slots_ - pins_, 0); }
     Access access(const Event& e, int i, int offset) const {
         return {e.ids[i], now_, e.pass, e.access + offset, e.gates ? e.gates[i] : 1.0f, e.nexts ? e.nexts[i] : never};
+    }
+
+    // The two loops that replay spends its time in: `step` for what is plain. With the policy and the counts in local variables the compiler can keep
+    // their pointers in registers, which doubles the speed.
+    void run_singles(const Run& r, int64_t e, size_t n) {
+        P policy = std::move(policy_);
+        State* state = state_.data();
+        int64_t first = r.offsets[e], used = used_, hits = 0, weight = 0, evictions = 0;
+        Access a{0, now_, 0, first - r.first_access, 1.0f, never};
+        for (size_t i = 0; i < n; ++i, ++a.access) {
+            a.id = r.ids[first + i];
+            ++a.now;
+            a.pass = r.pass[e + i];
+            a.next = r.nexts[first + i];
+            if (r.gates) a.gate = r.gates[first + i];
+            State was = state[a.id];
+            if (was != absent) {
+                ++hits;
+                if (r.repeats) weight += r.repeats[first + i] - 1;
+                if (was == demand) policy.hit(a);
+                continue;
+            }
+            policy.miss(a);
+            if (used == capacity_) {
+                int victim = policy.victim(nobody_);
+                policy.evict(victim);
+                state[victim] = absent;
+                ++evictions;
+            } else {
+                ++used;
+            }
+            state[a.id] = demand;
+            policy.insert(a);
+        }
+        policy_ = std::move(policy);
+        used_ = used, now_ = a.now, demand_ = int(used - pins_);
+        int64_t m = int64_t(n);
+        r.total[r.row[e]] += {m, hits, hits, m - hits, evictions, 0, hits + weight, r.asked(first, first + m) - hits - weight};
+    }
+    size_t run_sets(const Run& r, size_t k) {
+        P policy = std::move(policy_);
+        State* state = state_.data();
+        int64_t used = used_, now = now_;
+        size_t start = k;
+        for (; k < r.count; ++k) {
+            int64_t e = r.events[k], first = r.offsets[e], last = r.offsets[e + 1];
+            members_.clear();
+            int64_t misses = 0, resting = used - pins_;  // blocks of the policy that are no members
+            for (int64_t i = first; i < last; ++i) {
+                State was = state[r.ids[i]];
+                misses += was == absent;
+                resting -= was == demand;
+                members_.add(r.ids[i]);
+            }
+            int64_t n = last - first, leaving = std::max<int64_t>(used + misses - capacity_, 0);
+            if (n == 1 || leaving > resting) break;
+            Access a{0, ++now, r.pass[e], first - r.first_access, 1.0f, never};
+            if (misses)
+                for (int64_t i = first; i < last; ++i)
+                    if (state[a.id = r.ids[i]] == absent) policy.miss(a);
+            for (int64_t v = 0; v < leaving; ++v) {
+                int victim = policy.victim(members_);
+                policy.evict(victim);
+                state[victim] = absent;
+            }
+            int64_t weight = 0;
+            for (int64_t i = first; i < last; ++i) {
+                a.id = r.ids[i];
+                a.next = r.nexts[i];
+                if (r.gates) a.gate = r.gates[i];
+                if (state[a.id] == absent) {
+                    state[a.id] = demand;
+                    policy.insert(a);
+                } else {
+                    if (r.repeats) weight += r.repeats[i] - 1;
+                    if (state[a.id] == demand) policy.hit(a);
+                }
+            }
+            used += misses - leaving;
+            int64_t hits = n - misses;
+            r.total[r.row[e]] += {1, misses == 0, hits, misses, leaving, 0, hits + weight, r.asked(first, last) - hits - weight};
+        }
+        policy_ = std::move(policy);
+        used_ = used, now_ = now, demand_ = int(used - pins_);
+        return k - start;
+    }
+
+    template <class Log> void serial(const Event& e, Lookup lookup, Log& log) {
+        if (lookup == Lookup::serial) {
+            for (int i = 0; i < e.n; ++i) one(e, i, i, log);
+            return;
+        }
+        later_.clear();
+        int served = 0;
+        for (int i = 0; i < e.n; ++i) {
+            if (resident(e.ids[i])) one(e, i, served++, log);
+            else later_.push_back(i);
+        }
+        for (int i : later_) one(e, i, served++, log);
     }
 
     template <class Log> void atomic(const Event& e, Log& log) {
@@ -171,13 +308,7 @@ private:
     template <class Log> void one(const Event& e, int i, int offset, Log& log) {
         ++now_;
         int id = e.ids[i];
-        if (state_[id] == demand) {
-            if (look_ahead_) ++uses_[id];
-            log.hit(i);
-            policy_.hit(access(e, i, offset));
-            return;
-        }
-        if (state_[id] != pin_) {
+        if (!in_policy(id)) {
             policy_.miss(access(e, i, offset));
             if (state_[id] == absent && admission_ == Admission::forced) {
                 int others = demand_ + int(staged_.size());
@@ -301,7 +432,9 @@ private:
     int slots_;                    // capacity as a number of blocks, for policies that split it
     int64_t used_ = 0, now_ = 0;
     int demand_ = 0;               // blocks the policy holds
+    int pins_ = 0;                 // pinned blocks
     Admission admission_;
+    bool plain_;                   // equal blocks, all kept: most replays
     bool look_ahead_ = false;
     std::vector<int> running_;     // members of the last event, kept when something prefetches
 };

@@ -38,9 +38,13 @@ struct Weigh {
     void wasted(int) {}
 };
 
-template <class Core> void warm(Core& core, const ReplaySettings& r, ReplayResult& result) {
+// Make pins and preloads resident, in all pools or in one.
+template <class Core>
+void warm(const Stream& s, const ReplaySettings& r, Core& core, ReplayResult& result, int32_t epoch = 0, int only = -1) {
     Weigh log;
+    auto skip = [&](int layer) { return only >= 0 && &core.pool(layer) != &core.pool(only); };
     for (auto [layer, block] : r.pins) {
+        if (skip(layer)) continue;
         int id = core.base(layer) + block;
         result.preloaded += !core.pool(layer).resident(id);
         if (!core.pool(layer).pin(id, log))
@@ -48,8 +52,10 @@ template <class Core> void warm(Core& core, const ReplaySettings& r, ReplayResul
                                         ": all slots of its pool hold pinned blocks");
     }
     for (auto [layer, block] : r.preload) {
+        if (skip(layer)) continue;
         int id = core.base(layer) + block;
-        result.preloaded += !core.pool(layer).resident(id) && core.pool(layer).preload(core.first_access(id));
+        result.preloaded += !core.pool(layer).resident(id) && core.pool(layer).preload(
+                                core.first_access(id, s.first_use(s.global ? 0 : layer, id, epoch)));
     }
 }
 
@@ -62,7 +68,7 @@ ReplayResult drive(const Stream& s, const ReplaySettings& r, Core& core, const s
     std::unique_ptr<Prefetcher> prefetcher;
     if (Ahead) prefetcher = std::make_unique<Prefetcher>(s, r.prefetch);
     core.look_ahead(Ahead);
-    warm(core, r, result);
+    warm(s, r, core, result);
     const float* gates = s.gates.empty() ? nullptr : s.gates.data();
     const int32_t* repeats = s.repeats.empty() ? nullptr : s.repeats.data();
     int64_t next_poll = 0;
@@ -76,7 +82,7 @@ ReplayResult drive(const Stream& s, const ReplaySettings& r, Core& core, const s
         if (s.starts[e]) {
             core.reset();
             if constexpr (Ahead) prefetcher->forget();
-            warm(core, r, result);
+            warm(s, r, core, result, s.epoch[e]);
         }
         if (e == r.first_counted) core.reset_tally();
         if constexpr (Ahead) prefetcher->arrive(core, e);
@@ -94,6 +100,57 @@ ReplayResult drive(const Stream& s, const ReplaySettings& r, Core& core, const s
     return result;
 }
 
+// The same counts for policies in C++ and without predictors: pool after pool, each through all of its events.
+template <class P>
+ReplayResult drive_pools(const Stream& s, const ReplaySettings& r, CacheCore<P>& core, const std::function<void()>& poll) {
+    ReplayResult result;
+    warm(s, r, core, result);
+    const float* gates = s.gates.empty() ? nullptr : s.gates.data();
+    const int32_t* repeats = s.repeats.empty() ? nullptr : s.repeats.data();
+    std::vector<RunCount> counted(s.layers * 2), ignored(s.layers * 2);
+    constexpr size_t chunk = 1 << 16;  // events between polls
+    for (size_t p = 0; p < s.events_of.size(); ++p) {
+        Pool<P>& pool = core.pool(int(p));
+        const auto& events = s.events_of[p];
+        int32_t epoch = 0;
+        for (size_t k = 0, end; k < events.size(); k = end) {
+            poll();
+            if (s.epoch[events[k]] != epoch) {
+                epoch = s.epoch[events[k]];
+                pool.reset();
+                warm(s, r, core, result, epoch, int(p));
+            }
+            bool counts = events[k] >= r.first_counted;
+            auto same = [&](int32_t e) { return s.epoch[e] == epoch && (e >= r.first_counted) == counts; };
+            for (end = k; end < events.size() && end - k < chunk && same(events[end]);) ++end;
+            auto& total = counts ? counted : ignored;
+            while (k < end) {
+                if (s.atomic && pool.plain())
+                    k += pool.run({&events[k], end - k, s.offsets.data(), s.ids.data(), gates, s.nexts.data(), repeats,
+                                   s.pass.data(), s.first_access[epoch], s.row.data(), total.data()});
+                if (k == end) break;
+                int64_t e = events[k++], first = s.offsets[e];
+                int base = core.base(s.layer[e]);
+                Event event{&s.ids[first], int(s.offsets[e + 1] - first), gates ? gates + first : nullptr, &s.nexts[first],
+                            s.pass[e], first - s.first_access[epoch], base, base + s.blocks};
+                Tally tally;
+                Weigh weigh;
+                weigh.repeats = repeats ? repeats + first : nullptr;
+                Counting<Weigh> log{tally, weigh};
+                pool.step(event, r.cache.lookup, log);
+                total[s.row[e]] += {1, tally.misses == 0, tally.hits, tally.misses, tally.evictions, tally.drops, weigh.hits,
+                                    weigh.misses};
+            }
+        }
+    }
+    for (const RunCount& c : counted) {
+        result.tally.push_back({c.events, c.full_events, c.hits, c.misses, c.evictions, c.drops});
+        result.logical_hits.push_back(c.logical_hits);
+        result.logical_misses.push_back(c.logical_misses);
+    }
+    return result;
+}
+
 // `custom`, when given, makes the policy of each pool instead of a class of this folder.
 inline ReplayResult replay(const Stream& s, const ReplaySettings& r, const std::function<void()>& poll,
                            const std::function<AnyPolicy(const PolicySetup&)>& custom = nullptr) {
@@ -106,7 +163,7 @@ inline ReplayResult replay(const Stream& s, const ReplaySettings& r, const std::
     bool fast = !custom && !ahead && with_fast_policy(r.cache.policy, [&](auto tag) {
         using P = typename decltype(tag)::type;
         CacheCore<P> core(r.cache, [&](PolicySetup& setup, int pool) { return P(with_future(setup, pool)); });
-        result = drive<false>(s, r, core, poll);
+        result = drive_pools(s, r, core, poll);
     });
     if (fast) return result;
     CacheCore<AnyPolicy> core(r.cache, [&](PolicySetup& setup, int pool) {

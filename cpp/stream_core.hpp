@@ -26,17 +26,35 @@ struct Stream {
     std::vector<int32_t> nexts;       // position in the pool's future of the member's next request, or `never`
     std::vector<int32_t> layer;       // (events,)
     std::vector<uint8_t> phase;       // (events,)
+    std::vector<int32_t> row;         // (events,) layer * 2 + phase
     std::vector<uint8_t> starts;      // (events,) 1 where the cache is reset first
+    std::vector<int32_t> epoch;       // (events,) resets so far
+    std::vector<int32_t> pass;        // (events,) forward passes since the last reset, as CacheCore counts them
+    std::vector<int64_t> first_access;  // (epochs,) index of the epoch's first member
+    std::vector<std::vector<int32_t>> events_of;  // events of each pool
     std::vector<std::vector<int32_t>> future;  // by pool: id at each position
 
     Stream(const TraceView& t, int layers, int blocks, bool global, Lookup lookup, Order order, uint64_t seed, bool reset)
         : layers(layers), blocks(blocks), global(global), atomic(lookup == Lookup::atomic), reset(reset) {
         fill(t, Arrange(lookup, order, seed));
+        index();
         look_ahead();
     }
     int64_t events() const { return int64_t(layer.size()); }
     int pool(int64_t event) const { return global ? 0 : layer[event]; }
     int pool_ids() const { return global ? layers * blocks : blocks; }
+    // Position of a block's first request after the `epochs`-th reset, or `never`.
+    int32_t first_use(int pool, int id, int32_t epochs) const {
+        int32_t start = 0;
+        for (int32_t e : events_of[pool]) {
+            int32_t n = int32_t(offsets[e + 1] - offsets[e]);
+            if (epoch[e] > epochs) break;
+            for (int32_t i = 0; i < n && epoch[e] == epochs; ++i)
+                if (ids[offsets[e] + i] == id) return start + (atomic ? n - 1 - i : i);
+            start += n;
+        }
+        return never;
+    }
 
 private:
     void fill(const TraceView& t, Arrange arrange) {
@@ -79,6 +97,25 @@ private:
             offsets.push_back(int64_t(ids.size()));
         }
         if (!repeated) repeats.clear();
+    }
+    void index() {
+        int64_t n = events();
+        epoch.resize(n), pass.resize(n), row.resize(n);
+        events_of.resize(global ? 1 : layers);
+        first_access.push_back(0);
+        int32_t epochs = 0, passes = 0, before = INT32_MAX;
+        for (int64_t e = 0; e < n; ++e) {
+            if (starts[e]) {
+                ++epochs, passes = 0, before = INT32_MAX;
+                first_access.push_back(offsets[e]);
+            }
+            passes += layer[e] <= before;
+            before = layer[e];
+            epoch[e] = epochs;
+            pass[e] = passes;
+            row[e] = layer[e] * 2 + phase[e];
+            events_of[pool(e)].push_back(int32_t(e));
+        }
     }
     // Positions run through a pool's future in served order. Members of an atomic event are needed at the same time; there
     // the lowest id gets the last position, so that "largest position leaves first" keeps the rule that it leaves first.

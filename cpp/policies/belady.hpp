@@ -61,7 +61,7 @@ private:
 class Belady {
 public:
     explicit Belady(const PolicySetup& setup)
-        : future_(known(setup)), ids_(setup.ids), waiting_(int64_t(future_.size())), dead_(setup.ids), next_(setup.ids) {}
+        : future_(known(setup)), ids_(setup.ids), waiting_(int64_t(setup.future->size())), dead_(setup.ids), next_(setup.ids) {}
     void clear() { waiting_.clear(), dead_.clear(); }
     void resize(int) {}
     void miss(const Access&) {}
@@ -88,12 +88,12 @@ public:
     }
 
 private:
-    static const std::vector<int32_t>& known(const PolicySetup& setup) {
+    static const int32_t* known(const PolicySetup& setup) {
         if (!setup.future)
             throw std::invalid_argument("policy belady must know the future: replay a trace, or give the cache one");
-        return *setup.future;
+        return setup.future->data();
     }
-    const std::vector<int32_t>& future_;  // block at each position
+    const int32_t* future_;  // block at each position
     int ids_;
     BitTree waiting_;  // positions of next uses
     BitTree dead_;     // ids_ - 1 - id of blocks never used again, so that the lowest id is the largest
