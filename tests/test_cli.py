@@ -185,7 +185,7 @@ def test_a_line_that_cannot_be_understood_exits_2_and_says_why(line, says, capsy
 
 def test_unknown_options_list_the_known_ones(capsys):
     cli.main([*RUN, "--zzz"])
-    assert "Known: --admission, --allow-fp32" in capsys.readouterr().err
+    assert "Known: --activations, --admission" in capsys.readouterr().err
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(lab, capsys):
