@@ -32,6 +32,17 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """On a panel of lines: a point ("dot" or "star") at (x, y), or a dotted upright at x when y is None."""
+
+    x: float
+    y: float | None = None
+    text: str = ""
+    color: str = "ink"
+    shape: str = "dot"
+
+
+@dataclass(frozen=True)
 class Frame:
     """One panel. `values` is float32 of shape
 
@@ -54,19 +65,22 @@ class Frame:
     level: float | None = None  # a line across the columns
     note: str = ""
     stride: int = 1  # tokens from one value to the next
+    x: tuple[float, ...] = ()  # of lines: where each value stands, if not at multiples of `stride`
+    marks: tuple[Mark, ...] = ()  # of lines
     cursor: float | None = None  # the token that the grid shows
     empty: str = ""  # why there is nothing to see, and what to do
 
     def spec(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON for the browser."""
         fields = ("kind", "title", "xlabel", "ylabel", "xlim", "ylim", "texts", "rows", "note", "words", "level")
-        fields += ("stride", "cursor", "empty")
+        fields += ("stride", "x", "cursor", "empty")
         spec = {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in fields}
         series = [
             {"label": s.label, "color": both(s.color), "dash": list(s.dash), "width": s.width, "alpha": s.alpha}
             for s in self.series
         ]
-        return spec | {"shape": list(self.values.shape), "series": series}
+        marks = [{**vars(m), "color": both(m.color)} for m in self.marks]
+        return spec | {"shape": list(self.values.shape), "series": series, "marks": marks}
 
 
 @dataclass(frozen=True)

@@ -53,22 +53,35 @@ function cursorLine(g, spec, box, px, ink) {
   g.setLineDash([]);
 }
 
-// Lines with their legend above the axes, one row per named line.
-function lines(g, W, H, spec, at, ui) {
-  const named = spec.series.filter((s) => s.label);
-  const box = { x: 46, y: 30 + 16 * Math.max(named.length, 1), w: W - 58 };
-  box.h = H - box.y - 38;
-  named.forEach((s, i) => {
-    const y = 32 + 16 * i;
-    g.strokeStyle = s.color[ui.dark]; g.lineWidth = s.width; g.setLineDash(s.dash);
-    g.beginPath(); g.moveTo(box.x, y); g.lineTo(box.x + 26, y); g.stroke(); g.setLineDash([]);
-    g.fillStyle = ui.ink; g.textAlign = "left"; g.textBaseline = "middle"; g.font = FONT;
-    g.fillText(s.label, box.x + 32, y);
+// Where each name of the legend goes: side by side while there is room, else on a new row.
+function legend(g, series, width) {
+  g.font = FONT;
+  let x = 0, row = 0;
+  const places = series.map((s) => {
+    const w = 46 + g.measureText(s.label).width;
+    if (x && x + w > width) { x = 0; row += 1; }
+    x += w;
+    return { s, x: x - w, row };
   });
+  return { places, rows: Math.max(row + 1, 1) };
+}
+
+// Lines with their legend above the axes.
+function lines(g, W, H, spec, at, ui) {
+  const { places, rows } = legend(g, spec.series.filter((s) => s.label), W - 46);
+  const box = { x: 46, y: 30 + 16 * rows, w: W - 58 };
+  box.h = H - box.y - 38;
+  for (const { s, x, row } of places) {
+    const left = box.x + x, y = 32 + 16 * row;
+    g.strokeStyle = s.color[ui.dark]; g.lineWidth = s.width; g.setLineDash(s.dash);
+    g.beginPath(); g.moveTo(left, y); g.lineTo(left + 26, y); g.stroke(); g.setLineDash([]);
+    g.fillStyle = ui.ink; g.textAlign = "left"; g.textBaseline = "middle"; g.font = FONT;
+    g.fillText(s.label, left + 32, y);
+  }
   const { px, py } = axes(g, box, spec, ui.ink, ui.rule);
   g.save();
   g.beginPath(); g.rect(box.x, box.y - 2, box.w, box.h + 4); g.clip();
-  const n = spec.shape[1];
+  const n = spec.shape[1], where = (k) => px(spec.x.length ? spec.x[k] : k * spec.stride);
   spec.series.forEach((s, i) => {
     g.strokeStyle = s.color[ui.dark]; g.lineWidth = s.width; g.globalAlpha = s.alpha; g.setLineDash(s.dash);
     g.beginPath();
@@ -76,13 +89,40 @@ function lines(g, W, H, spec, at, ui) {
     for (let k = 0; k < n; k++) {
       const v = at(i * n + k);
       if (Number.isNaN(v)) { down = false; continue; }
-      if (down) g.lineTo(px(k * spec.stride), py(v)); else g.moveTo(px(k * spec.stride), py(v));
+      if (down) g.lineTo(where(k), py(v)); else g.moveTo(where(k), py(v));
       down = true;
     }
     g.stroke();
   });
   g.restore();
   cursorLine(g, spec, box, px, ui.ink);
+  for (const m of spec.marks) mark(g, m, box, px, py, ui);
+}
+
+// A point, or a dotted upright where y is null; its text stands on the side with room.
+function mark(g, m, box, px, py, ui) {
+  const x = px(m.x), color = m.color[ui.dark];
+  let y = m.y === null ? box.y + 8 : py(m.y);
+  g.strokeStyle = g.fillStyle = color; g.lineWidth = 1.2;
+  g.beginPath();
+  if (m.y === null) {
+    g.setLineDash([2, 3]); g.moveTo(x, box.y); g.lineTo(x, box.y + box.h); g.stroke(); g.setLineDash([]);
+  } else if (m.shape === "star") {
+    for (let i = 0; i < 10; i++) {
+      const r = i % 2 ? 3.2 : 8, a = (Math.PI * i) / 5 - Math.PI / 2;
+      g.lineTo(x + r * Math.cos(a), y + r * Math.sin(a));
+    }
+    g.closePath(); g.fill();
+  } else {
+    g.arc(x, y, m.text ? 4.5 : 2.5, 0, 2 * Math.PI); g.fill();
+  }
+  if (!m.text) return;
+  g.font = FONT; g.textBaseline = "middle"; g.lineWidth = 3;
+  const right = x + 10 + g.measureText(m.text).width < box.x + box.w;
+  g.textAlign = right ? "left" : "right";
+  if (m.y !== null) y = Math.min(y + 11, box.y + box.h - 6);
+  g.strokeStyle = ui.paper; g.strokeText(m.text, x + (right ? 8 : -8), y);
+  g.fillStyle = m.y === null ? ui.ink : color; g.fillText(m.text, x + (right ? 8 : -8), y);
 }
 
 // Stacked areas; a band thick enough carries its name.
@@ -216,7 +256,8 @@ function grid(g, W, H, spec, at, ui, cell) {
     g.strokeRect(box.x + cell[1] * box.cw - 1, box.y + cell[0] * box.ch - 1, box.cw + 1, box.ch + 1);
   }
   g.fillStyle = ui.ink; g.textAlign = "right";
-  spec.rows.forEach((name, l) => g.fillText(name, box.x - 5, box.y + (l + 0.5) * box.ch));
+  const every = Math.ceil(12 / box.ch);  // rows lower than their names are named now and then
+  spec.rows.forEach((name, l) => { if (l % every === 0) g.fillText(name, box.x - 5, box.y + (l + 0.5) * box.ch); });
   g.save(); g.translate(9, box.y + box.h / 2); g.rotate(-Math.PI / 2);
   g.textAlign = "center"; g.fillText(spec.ylabel, 0, 0); g.restore();
   g.textAlign = "center";

@@ -113,7 +113,7 @@ def _lines(ax, frame: Frame) -> None:
     for row, s in zip(frame.values, frame.series, strict=True):
         style = (0, tuple(0.7 * d for d in s.dash)) if s.dash else "-"
         ax.plot(
-            frame.stride * np.arange(len(row)),
+            frame.x or frame.stride * np.arange(len(row)),
             row,
             color=LIGHT[s.color],
             lw=s.width,
@@ -121,8 +121,25 @@ def _lines(ax, frame: Frame) -> None:
             alpha=s.alpha,
             label=s.label or "_",
         )
-    if frame.values.size:
+    for mark in frame.marks:
+        _mark(ax, mark)
+    if any(s.label for s in frame.series):
         ax.legend(fontsize=FONT_PT, loc="best", framealpha=0.85, handlelength=2.6)
+
+
+def _mark(ax, mark: frames.Mark) -> None:
+    color, left = LIGHT[mark.color], mark.x > 0.6 * ax.get_xlim()[1]
+    if mark.y is None:
+        ax.axvline(mark.x, color=color, lw=1, ls=":")
+    else:
+        ax.plot(mark.x, mark.y, {"dot": "o", "star": "*"}[mark.shape], color=color,
+                ms=11 if mark.shape == "star" else 6 if mark.text else 3)  # fmt: skip
+    if mark.text:
+        at = (mark.x, 1) if mark.y is None else (mark.x, mark.y)
+        ax.annotate(mark.text, at, (-6 if left else 6, -12), xycoords=("data", "axes fraction" if mark.y is None else "data"),
+                    textcoords="offset points", ha="right" if left else "left", fontsize=FONT_PT,
+                    color=LIGHT["ink"] if mark.y is None else color,
+                    bbox={"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
 
 def _stack(ax, frame: Frame) -> None:
@@ -185,11 +202,14 @@ def _grid(ax, frame: Frame) -> None:
     states = frame.values[0]
     colors = [LIGHT["absent"]] + [LIGHT[s.color] for s in frame.series]
     layers, experts = states.shape
-    ax.pcolormesh(states, cmap=ListedColormap(colors), vmin=-0.5, vmax=len(colors) - 0.5, edgecolors="white", lw=0.6)
+    ax.pcolormesh(states, cmap=ListedColormap(colors), vmin=-0.5, vmax=len(colors) - 0.5, edgecolors="white",
+                  lw=min(0.6, 30 / experts))  # fmt: skip
     rows, columns = np.nonzero(states == frames.MISSED)
-    ax.plot(columns + 0.5, rows + 0.5, "x", color="white", ms=MISS_MARK, mew=1.2)
+    size = min(MISS_MARK, 250 / experts)
+    ax.plot(columns + 0.5, rows + 0.5, "x", color="white", ms=size, mew=size / 4)
     ax.set(xlim=(0, experts), ylim=(layers, 0))
-    ax.set_yticks(np.arange(layers) + 0.5, frame.rows)
+    step = -(-layers // 16)
+    ax.set_yticks(np.arange(0, layers, step) + 0.5, frame.rows[::step])
     step = max(1, experts // 8)
     ax.set_xticks(np.arange(0, experts, step) + 0.5, [str(e) for e in range(0, experts, step)])
     handles = [Rectangle((0, 0), 1, 1, color=LIGHT[s.color]) for s in frame.series]

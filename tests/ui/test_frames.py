@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from colibri_lab.telemetry import STAGES, step_table
 from colibri_lab.ui import frames
-from colibri_lab.ui.frames import Decode, decode_of
-from colibri_lab.ui.theme import STAGE_GROUPS
+from colibri_lab.ui.frames import Decode, Frame, Mark, Series, decode_of
+from colibri_lab.ui.theme import STAGE_GROUPS, both
 
 counts = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=60)
 
@@ -159,3 +159,14 @@ def test_specs_are_plain_json(monitor):
         json.dumps(frame.spec(), allow_nan=False)
         assert frame.spec()["shape"] == list(frame.values.shape)
         assert frame.values.dtype == np.float32
+
+
+def test_marks_travel_with_their_colours():
+    marks = (Mark(8, 40.5, "40.5 %", "hit", "star"), Mark(120, text="one token"))
+    values = np.array([[1, np.nan, 3]], np.float32)
+    frame = Frame("lines", "t", "x", "y", values, (Series("a", "hit"),), x=(1, 4, 16), marks=marks)
+    spec = frame.spec()
+    json.dumps(spec, allow_nan=False)
+    assert spec["x"] == [1, 4, 16]
+    assert spec["marks"][0]["color"] == both("hit") and spec["marks"][0]["shape"] == "star"
+    assert spec["marks"][1]["y"] is None and spec["marks"][1]["text"] == "one token"

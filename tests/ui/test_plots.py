@@ -9,7 +9,7 @@ import pytest
 from matplotlib.text import Text
 
 from colibri_lab.telemetry import step_table
-from colibri_lab.ui import plots
+from colibri_lab.ui import frames, plots
 from colibri_lab.ui.theme import LIGHT
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -103,3 +103,23 @@ def test_views_do_not_touch_pyplot():
     code = "import sys, colibri_lab.ui; print('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_lines_stand_where_they_say_and_marks_are_drawn():
+    marks = (frames.Mark(16, 3.0, "16 slots", "hit", "star"), frames.Mark(4, text="one token"))
+    values = np.array([[1, 2, 3]], np.float32)
+    frame = frames.Frame(
+        "lines", "t", "x", "y", values, (frames.Series("a", "hit"),), (0, 20), (0, 4), x=(1, 4, 16), marks=marks
+    )
+    picture = plots.picture(frame)
+    line, star, upright = picture.axes[0].lines
+    assert line.get_xdata().tolist() == [1, 4, 16]
+    assert star.get_xydata().tolist() == [[16, 3]] and star.get_marker() == "*"
+    assert upright.get_xdata() == [4, 4] and upright.get_linestyle() == ":"
+    assert {"16 slots", "one token"} <= set(words(picture))
+
+
+def test_rows_of_a_tall_grid_are_named_now_and_then():
+    grid = np.zeros((1, 48, 8), np.uint8)
+    ax = plots.picture(frames.residency(grid, layers=range(48))).axes[0]
+    assert [t.get_text() for t in ax.get_yticklabels()] == [str(n) for n in range(0, 48, 3)]
