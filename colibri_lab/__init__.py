@@ -21,6 +21,8 @@ _HOMES = {
     "load_trace": ("trace", "load_trace"),
     "Lab": ("lab", "Lab"),
     "routers": ("engine.routers", None),
+    "routing": ("routing", None),
+    "exercises": ("exercises", None),
     "kernels": ("kernels", None),
     "ui": ("ui", None),
     "errors": ("errors", None),
