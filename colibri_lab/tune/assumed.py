@@ -28,7 +28,7 @@ def routing(
     num_experts: int,
     top_k: int,
     *,
-    tokens: int = 256,
+    tokens: int = 160,
     prompt_tokens: int = 32,
     zipf: float = TYPICAL[0],
     keep: float = TYPICAL[1],

@@ -20,6 +20,7 @@ from .timeline import Costs, read_all, timeline
 
 MISS_S = 40e-6  # deciding a victim, queueing a read, waking a loader thread and being woken, where nothing ran yet
 LAYER_S = 300e-6  # a decode step's time in one layer beside moving weights, where no probe measured it
+KV_SLOWEST = 1e9  # bytes of keys and values per second, at least
 ESTIMATE_SPREAD = 0.35  # of costs that no run of this model has confirmed
 
 
@@ -144,7 +145,9 @@ def _fit(run, steps, used, served: Served, shape: Shape, lab, reads) -> tuple[Co
     managed = _slope(misses[used], stage["other"][used])
     rest = rest - managed * misses
     at = run.prompt_tokens + np.arange(len(steps), dtype=float)
-    position_s = _slope(at[used], rest[used]) if used.sum() >= 16 else 0.0
+    # A position adds its keys and values to read; noise in a short run must not pass for more than reading them slowly.
+    most = 4 * shape.kv_elements * shape.layers / KV_SLOWEST
+    position_s = min(most, _slope(at[used], rest[used])) if used.sum() >= 16 else 0.0
     low, mid, high = np.quantile((rest + routed)[used], [0.1, 0.5, 0.9])
     costs = Costs(
         step_s=float(np.median((rest - position_s * at)[used])),
