@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .checkpoint import formats
+from .checkpoint import formats, packing
 from .config import RouterConfig
-from .engine.linear import FORMAT_CODES
+from .engine.linear import ABSENT, KIND_CODES
 
 Case = tuple[str, float, float]
 SIZES = (1, 15, 31, 33, 64, 65, 257)
@@ -65,17 +65,14 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, past: int, window: int, 
 
 def stored(values: np.ndarray, format: str, factor: float = 1.0) -> tuple[np.ndarray, list[int], np.ndarray]:
     """A matrix as a container holds it: (bytes, descriptor, the float32 values that the format can represent)."""
+    kind = formats.FORMATS[format]
     encoded = formats.encode(values, format, factor)
-    parts = [formats.pack_rows16(encoded.data, formats.FORMATS[format].k_group).view(np.uint8)]
-    if encoded.scale is not None:
-        parts += [encoded.scale.astype("<f4").view(np.uint8), encoded.zero.view(np.uint8)]
     starts, region = [], b""
-    for part in parts:
+    for part in packing.pack(encoded, kind, "rows16"):
         region += bytes(-len(region) % 64)
-        starts.append(len(region))
-        region += part.tobytes()
-    starts += [0] * (3 - len(starts))
-    place = [*values.shape, FORMAT_CODES[format], *starts]
+        starts.append(ABSENT if part is None else len(region))
+        region += b"" if part is None else part.tobytes()
+    place = [*values.shape, KIND_CODES[kind.kind], *starts, kind.group]
     return np.frombuffer(region, np.uint8), place, formats.decode(encoded, format, factor)
 
 
@@ -93,17 +90,21 @@ def check_threads(module) -> Iterator[Case]:
 
 def check_gemm(module) -> Iterator[Case]:
     rng = np.random.default_rng(0)
-    for format in FORMAT_CODES:
+    for format, kind in formats.FORMATS.items():
         for rows, cols in zip(SIZES, reversed(SIZES), strict=True):
             for tokens in (1, 5):
                 w, x = rng.normal(size=(rows, cols)), rng.normal(size=(tokens, cols)).astype(np.float32)
-                memory, place, values = stored(w.astype(np.float32), format, 4.0 if format == "int8" else 1.0)
+                factor = 4.0 if kind.scaled else 1.0
+                memory, place, values = stored(w.astype(np.float32), format, factor)
                 bias = rng.normal(size=rows).astype(np.float32)
                 out = np.empty((tokens, rows), np.float32)
-                factor = 4.0 if format == "int8" else 1.0
                 module.matmul(x, memory, np.array(place, np.int64), factor, bias, out, 2, 16)
                 wanted = x.astype(np.float64) @ values.astype(np.float64).T + bias
-                yield f"{format} {tokens}x{cols} @ {rows}", _error(out, wanted), 3e-7 * cols + 2e-6
+                yield (
+                    f"{format} {tokens}x{cols} @ {rows}",
+                    _error(out, wanted),
+                    3e-7 * cols + (5e-6 if kind.scaled else 2e-6),
+                )
 
 
 def check_ffn(module) -> Iterator[Case]:
@@ -115,7 +116,7 @@ def check_ffn(module) -> Iterator[Case]:
         nonzero = x != 0
         found = out[nonzero] / x[nonzero]
         yield f"sigmoid, {'exact' if exact else 'polynomial'}", _error(found, sigmoid(x[nonzero])), limit
-    for format in FORMAT_CODES:
+    for format in formats.FORMATS:
         for hidden, width in ((1, 1), (31, 33), (64, 65)):
             yield (f"{format} hidden {hidden}, width {width}", *_ffn_case(module, rng, format, hidden, width))
 
@@ -129,7 +130,7 @@ def _ffn_case(module, rng, format: str, hidden: int, width: int) -> tuple[float,
         for rows, cols in ((width, hidden), (width, hidden), (hidden, width)):
             region, place, value = stored(rng.normal(size=(rows, cols)).astype(np.float32) / cols**0.5, format)
             at += bytes(-len(at) % 64)
-            place[3:] = [p + len(at) for p in place[3:]] if format == "int8" else [len(at), 0, 0]
+            place[3:6] = [p if p == ABSENT else p + len(at) for p in place[3:6]]
             at += region.tobytes()
             offsets.append(place)
             mine.append(value)

@@ -20,7 +20,7 @@ static void run_experts(Array<const float, 2> x, Array<const uint8_t, 2> memory,
     expect_size("experts.shape[0]", which.shape(0), active, "length of buffers");
     expect_size("offsets.shape[0]", offsets.shape(0), active + 1, "active experts + 1");
     expect_size("descriptors.shape[1]", descriptors.shape(1), 3, "gate, up, down");
-    expect_size("descriptors.shape[2]", descriptors.shape(2), kFields, "rows, cols, format, data, scale, zero");
+    expect_size("descriptors.shape[2]", descriptors.shape(2), kFields, kFieldNames);
     expect_size("factors.shape[0]", factors.shape(0), descriptors.shape(0), "experts in descriptors");
     expect_size("factors.shape[1]", factors.shape(1), 3, "gate, up, down");
     expect_threads(threads);
@@ -70,7 +70,7 @@ NB_MODULE(ffn, m) {
           array("factors"), array("offsets"), array("token_of"), array("hidden"), array("out"), nb::arg("threads") = 1,
           nb::arg("block_size") = 64, nb::arg("exact") = true, nb::arg("int8_activations") = false,
           "out[r] = down(silu(gate x) * up x) for bucket rows r. x (tokens, hidden) f32; memory (buffers, bytes) u8; buffers and\n"
-          "experts (active,) i32; descriptors (E, 3, 6) i64 and factors (E, 3) f32 for gate, up, down; offsets (active + 1,) and\n"
+          "experts (active,) i32; descriptors (E, 3, 7) i64 and factors (E, 3) f32 for gate, up, down; offsets (active + 1,) and\n"
           "token_of (rows,) i32; hidden is scratch of rows * intermediate f32. Raises ValueError on any mismatch.");
     m.def("combine", [](Array<const float, 2> rows, Array<const int32_t, 2> row_of, Array<const float, 2> weights, Array<float, 2> y, int threads) {
         size_t tokens = row_of.shape(0), k = row_of.shape(1);

@@ -17,19 +17,20 @@ struct Expert {
 // Scratch of one calling thread; it grows to the largest step and is then reused.
 struct FfnScratch {
     std::vector<const float*> tokens, x_rows, hidden_rows;  // row of x of each token; of each bucket row; its hidden row
-    std::vector<float> x_sums, hidden_sums;                 // chain sums for int8 zero points
+    std::vector<float> x_sums, hidden_sums;                 // ColumnSums of each row, for zero points
     std::vector<IntRow> x_ints;                             // each bucket row's quantised token
     IntRows token_ints, hidden_ints;
 
-    void fit(int tokens_needed, int rows) {
+    void fit(int tokens_needed, int rows, int64_t x_stride, int64_t hidden_stride) {
         if (tokens.size() < static_cast<size_t>(tokens_needed)) tokens.resize(tokens_needed);
-        if (x_rows.size() >= static_cast<size_t>(rows)) return;
-        x_rows.resize(rows), hidden_rows.resize(rows), x_sums.resize(rows), hidden_sums.resize(rows), x_ints.resize(rows);
+        if (x_sums.size() < static_cast<size_t>(rows * x_stride)) x_sums.resize(rows * x_stride);
+        if (hidden_sums.size() < static_cast<size_t>(rows * hidden_stride)) hidden_sums.resize(rows * hidden_stride);
+        if (x_rows.size() < static_cast<size_t>(rows)) x_rows.resize(rows), hidden_rows.resize(rows), x_ints.resize(rows);
     }
 };
 
 inline bool integer_expert(const Expert& e) {
-    return integer_weights(e.gate.format) && integer_weights(e.up.format) && integer_weights(e.down.format);
+    return integer_weights(e.gate) && integer_weights(e.up) && integer_weights(e.down);
 }
 
 // x (tokens, hidden) → out (rows, hidden). token_of[r] = row of x; experts[a] covers rows [offsets[a], offsets[a+1]).
@@ -41,7 +42,13 @@ inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, cons
     if (active == 0) return;
     const int hidden = experts[0].down.rows, inner = experts[0].gate.rows, rows = offsets[active];
     const bool integer = int8_activations && std::all_of(experts, experts + active, integer_expert);
-    s.fit(tokens, rows);
+    const int64_t x_stride = ColumnSums::size(hidden), hidden_stride = ColumnSums::size(inner);
+    bool zero_in = false, zero_mid = false;
+    for (int a = 0; a < active; ++a) {
+        zero_in |= has_zero_points(experts[a].gate.format) || has_zero_points(experts[a].up.format);
+        zero_mid |= has_zero_points(experts[a].down.format);
+    }
+    s.fit(tokens, rows, x_stride, hidden_stride);
     if (integer) {
         for (int t = 0; t < tokens; ++t) s.tokens[t] = x + static_cast<int64_t>(t) * hidden;
         s.token_ints.quantise(s.tokens.data(), tokens, hidden, threads);
@@ -50,7 +57,7 @@ inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, cons
         s.x_rows[r] = x + static_cast<int64_t>(token_of[r]) * hidden;
         s.hidden_rows[r] = middle + static_cast<int64_t>(r) * inner;
         if (integer) s.x_ints[r] = s.token_ints.rows()[token_of[r]];
-        else s.x_sums[r] = chain_sum(s.x_rows[r], hidden);
+        else if (zero_in) ColumnSums::fill(s.x_rows[r], hidden, s.x_sums.data() + r * x_stride);
     }
     const int per_task = std::max(1, block_size / kBlockRows);
     const int inner_blocks = experts[0].gate.blocks(), out_blocks = experts[0].down.blocks();
@@ -61,7 +68,7 @@ inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, cons
         int r0 = offsets[a], n = offsets[a + 1] - r0;
         auto product = [&](const Matrix& w, auto write) {
             if (integer) int8_blocks(w, first, last, s.x_ints.data() + r0, n, write);
-            else gemm_any(w, first, last, s.x_rows.data() + r0, s.x_sums.data() + r0, n, write);
+            else gemm_any(w, first, last, s.x_rows.data() + r0, s.x_sums.data() + r0 * x_stride, n, write);
         };
         auto at = [&](int m, int row) { return middle + static_cast<int64_t>(r0 + m) * inner + row; };
         product(experts[a].gate, [&](int m, int row, F16 value) { store_rows(at(m, row), silu(value, exact), inner - row); });
@@ -73,7 +80,9 @@ inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, cons
         });
     });
     if (integer) s.hidden_ints.quantise(s.hidden_rows.data(), rows, inner, threads);
-    else parallel_for(rows, threads, [&](int r) { s.hidden_sums[r] = chain_sum(s.hidden_rows[r], inner); });
+    else if (zero_mid)
+        parallel_for(rows, threads,
+                     [&](int r) { ColumnSums::fill(s.hidden_rows[r], inner, s.hidden_sums.data() + r * hidden_stride); });
     parallel_for(active * out_tasks, threads, [&](int task) {
         int a = task / out_tasks, first = task % out_tasks * per_task, last = std::min(out_blocks, first + per_task);
         int r0 = offsets[a], n = offsets[a + 1] - r0;
@@ -81,7 +90,7 @@ inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, cons
             store_rows(out + static_cast<int64_t>(r0 + m) * hidden + row, value, hidden - row);
         };
         if (integer) int8_blocks(experts[a].down, first, last, s.hidden_ints.rows() + r0, n, write);
-        else gemm_any(experts[a].down, first, last, s.hidden_rows.data() + r0, s.hidden_sums.data() + r0, n, write);
+        else gemm_any(experts[a].down, first, last, s.hidden_rows.data() + r0, s.hidden_sums.data() + r0 * hidden_stride, n, write);
     });
 }
 

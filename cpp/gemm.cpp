@@ -13,7 +13,7 @@ NB_MODULE(gemm, m) {
           [](Array<const float, 2> x, Bytes base, Array<const int64_t, 1> descriptor, float factor,
              std::optional<Array<const float, 1>> bias, Array<float, 2> out, int threads, int block_size,
              bool int8_activations) {
-              expect_size("descriptor.shape[0]", descriptor.shape(0), kFields, "rows, cols, format, data, scale, zero");
+              expect_size("descriptor.shape[0]", descriptor.shape(0), kFields, kFieldNames);
               Matrix w = matrix_at(base.data(), static_cast<int64_t>(base.size()), descriptor.data(), factor);
               expect_size("x.shape[1]", x.shape(1), w.cols, "columns of the weight");
               expect_size("out.shape[0]", out.shape(0), x.shape(0), "tokens of x");
@@ -30,8 +30,8 @@ NB_MODULE(gemm, m) {
           array("x"), array("base"), array("descriptor"), nb::arg("factor"), array("bias").none(), array("out"),
           nb::arg("threads") = 1, nb::arg("block_size") = 64, nb::arg("int8_activations") = false,
           "out (tokens, rows) = x (tokens, cols) . W^T (+ bias). W lies in `base` (uint8) as `descriptor` says: int64\n"
-          "(rows, cols, format, data offset, scale offset, zero offset); layout rows16. With int8_activations integer weights\n"
-          "meet activations rounded to int8 in groups of 64. Raises ValueError on any mismatch.");
+          "(rows, cols, format, data, scale and zero offset, group); layout rows16. With int8_activations integer weights meet\n"
+          "activations rounded to int8 in groups of 64. Raises ValueError on any mismatch.");
 }
 
 /*

@@ -96,12 +96,7 @@ inline void int8_tile(const uint8_t* block, int64_t stride, int cols, const IntR
 struct RowScales {
     F16 scale, shift;  // per row: scale * factor, zero + 128
     RowScales(const Matrix& w, int block) {
-        float s[16] = {}, z[16] = {};
-        for (int r = 0; r < std::min(16, w.rows - 16 * block); ++r) {
-            s[r] = w.scale[16 * block + r] * w.factor;
-            z[r] = static_cast<float>(w.zero[16 * block + r]) + 128.0f;
-        }
-        scale = load(s), shift = load(z);
+        scale = w.scale_of(block, 0) * set1(w.factor), shift = w.zero_of(block, 0) + set1(128.0f);
     }
     F16 finish(F16 sum, float bias) const { return (sum - shift * set1(bias)) * scale; }
 };
@@ -162,7 +157,7 @@ class IntRows {
     std::vector<IntRow> rows_;
 };
 
-// Whether a stored format has an integer path.
-inline bool integer_weights(Format format) { return format == Format::int8; }
+// Whether a matrix as it is stored has an integer path.
+inline bool integer_weights(const Matrix& w) { return w.format == Format::int8 && w.group == 0; }
 
 }  // namespace colibri

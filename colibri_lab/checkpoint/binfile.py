@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ContainerError
-from . import formats, layout
+from . import formats, layout, packing
 from .files import AtomicFile, Mismatch, storage_errors
 
 MAGIC, SWAPPED = b"COLI", b"ILOC"
@@ -35,7 +35,7 @@ DAMAGED = "the file is damaged or cut short: convert again, or copy it again"
 class Tensor:
     """One stored tensor. `data` is its bytes (uint8, one-dimensional, read-only); `offset` counts from the payload.
 
-    `scale` float32 and `zero` int8 have a number per stored row (padded with zeros to 16 in layout "rows16").
+    `scale` and `zero` are as stored (`packing`), in the types of the format; None where it has none.
     """
 
     name: str
@@ -49,6 +49,10 @@ class Tensor:
     offset: int = 0
 
     @property
+    def kind(self) -> formats.Format:
+        return formats.FORMATS[self.format]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the elements with their scales and zero points."""
         return sum(part.nbytes for part in (self.data, self.scale, self.zero) if part is not None)
@@ -56,16 +60,15 @@ class Tensor:
     @property
     def elements(self) -> np.ndarray:
         """The data in its own type and stored order, one-dimensional."""
-        return self.data.view(formats.FORMATS[self.format].dtype)
+        return self.data.view(self.kind.dtype)
+
+    def encoded(self) -> formats.Encoded:
+        """Values or codes, scales and zero points, row-major: `formats.Encoded` of (rows, cols)."""
+        return packing.unpack(self.elements, self.scale, self.zero, self.shape, self.kind, self.layout)
 
     def array(self) -> np.ndarray:
         """Plain row-major float32 of `shape`."""
-        rows, cols = self.shape if len(self.shape) == 2 else (1, self.shape[0])
-        if self.layout == "rows16":
-            data = formats.unpack_rows16(self.elements, rows, cols, formats.FORMATS[self.format].k_group)
-        else:
-            data = self.elements.reshape(rows, cols)
-        return self._decode(data, slice(0, rows)).reshape(self.shape)
+        return formats.decode(self.encoded(), self.format, self.factor).reshape(self.shape)
 
     def gather(self, ids: np.ndarray) -> np.ndarray:
         """Rows by number, as an embedding look-up: ids (n,) → float32 (n, cols)."""
@@ -73,17 +76,8 @@ class Tensor:
         rows, cols = self.shape
         if ids.size and not (0 <= ids.min() and ids.max() < rows):
             raise IndexError(f"{self.name}: row numbers must be within [0, {rows}), found {ids.min()} to {ids.max()}")
-        if self.layout == "rows":
-            return self._decode(self.elements.reshape(rows, cols)[ids], ids)
-        full_rows, full_cols = formats.padded(rows, cols)
-        group, block = formats.FORMATS[self.format].k_group, formats.ROW_BLOCK
-        stored = self.elements.reshape(full_rows // block, full_cols // group, block, group)
-        return self._decode(stored[ids // block, :, ids % block].reshape(len(ids), full_cols)[:, :cols], ids)
-
-    def _decode(self, data: np.ndarray, rows) -> np.ndarray:
-        scale = None if self.scale is None else self.scale[rows]
-        zero = None if self.zero is None else self.zero[rows]
-        return formats.decode(formats.Encoded(data, scale, zero), self.format, self.factor)
+        picked = packing.pick_rows(self.elements, self.scale, self.zero, self.shape, self.kind, self.layout, ids)
+        return formats.decode(picked, self.format, self.factor)
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,7 @@ class BinFile:
 
 
 def plan_table(specs: dict[str, layout.Spec], number_formats: dict[str, str]) -> tuple[list[dict], int]:
-    """Where each tensor goes: table entries in order, and the payload's bytes. `number_formats`: part → format."""
+    """Where each tensor goes: table entries in order, and the payload's bytes. `number_formats`: tensor → format."""
     table, end = [], 0
 
     def take(nbytes: int) -> int:
@@ -128,15 +122,13 @@ def plan_table(specs: dict[str, layout.Spec], number_formats: dict[str, str]) ->
         return start
 
     for name, spec in specs.items():
-        format = number_formats[spec.part]
-        rows, _ = formats.stored_shape(spec.shape, spec.layout)
-        nbytes = formats.stored_bytes(spec.shape, format, spec.layout)
+        format = number_formats[name]
+        nbytes, scale_bytes, zero_bytes = packing.part_sizes(spec.shape, format, spec.layout)
         entry = dict(
             name=name, format=format, shape=list(spec.shape), layout=spec.layout, offset=take(nbytes), bytes=nbytes
         )
-        scaled = formats.FORMATS[format].scaled
-        entry["scale"] = [take(4 * rows), 4 * rows] if scaled else None
-        entry["zero"] = [take(rows), rows] if scaled else None
+        entry["scale"] = [take(scale_bytes), scale_bytes] if scale_bytes else None
+        entry["zero"] = [take(zero_bytes), zero_bytes] if zero_bytes else None
         entry["factor"] = 1.0
         table.append(entry)
     return table, -(-end // ALIGN) * ALIGN
@@ -205,10 +197,13 @@ def _check_entry(path: Path, entry: dict, payload: int) -> None:
     good_shape = 1 <= len(shape) <= 2 and all(type(n) is int and 0 < n < 2**31 for n in shape)
     if not good_shape or entry["layout"] not in layout.LAYOUTS or (entry["layout"] == "rows16" and len(shape) == 1):
         raise Mismatch(path, f"{where} of one or two dimensions", f"{shape}, layout {entry['layout']!r}", DAMAGED)
-    rows, _ = formats.stored_shape(shape, entry["layout"])
-    ranges = [(entry["offset"], entry["bytes"], formats.stored_bytes(shape, kind.name, entry["layout"]))]
-    if kind.scaled:
-        ranges += [(*entry["scale"], 4 * rows), (*entry["zero"], rows)]
+    nbytes, scale_bytes, zero_bytes = packing.part_sizes(shape, kind.name, entry["layout"])
+    ranges = [(entry["offset"], entry["bytes"], nbytes)]
+    for part, wanted in (("scale", scale_bytes), ("zero", zero_bytes)):
+        if wanted:
+            ranges.append((*entry[part], wanted))
+        elif entry[part] is not None:
+            raise Mismatch(path, f"{where} in {kind.name} without a {part}", repr(entry[part]), DAMAGED)
     for start, nbytes, wanted in ranges:
         if type(start) is not int or nbytes != wanted or start % ALIGN or not 0 <= start <= payload - nbytes:
             place = f"{wanted} bytes of {where} on a multiple of {ALIGN} inside a payload of {payload}"
@@ -250,15 +245,15 @@ def tensor_view(payload: np.ndarray, entry: dict) -> Tensor:
     def part(start: int, nbytes: int) -> np.ndarray:
         return payload[start : start + nbytes]
 
-    scale, zero = entry.get("scale"), entry.get("zero")
+    scale, zero, kind = entry.get("scale"), entry.get("zero"), formats.FORMATS[entry["format"]]
     return Tensor(
         name=entry["name"],
         format=entry["format"],
         shape=tuple(entry["shape"]),
         layout=entry["layout"],
         data=part(entry["offset"], entry["bytes"]),
-        scale=part(*scale).view("<f4") if scale else None,
-        zero=part(*zero).view(np.int8) if zero else None,
+        scale=part(*scale).view(kind.scale_dtype) if scale else None,
+        zero=part(*zero).view(kind.dtype) if zero else None,
         factor=entry["factor"],
         offset=entry["offset"],
     )

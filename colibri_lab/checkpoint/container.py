@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from ..config import ModelConfig
 from ..errors import ContainerError, ModelError
-from . import formats, layout
+from . import formats, layout, packing
 from .binfile import ALIGN, BinFile, BinHeader, Tensor, plan_table, read_bin, read_header, tensor_view
 from .families import check_config
 from .files import Mismatch, read_object, storage_errors
@@ -23,6 +22,8 @@ from .files import Mismatch, read_object, storage_errors
 __all__ = ["Container", "BinFile", "BinHeader", "Tensor", "read_bin", "read_container_config", "tensor_view"]
 
 FORMAT_VERSION = 1
+MIXED = "mixed"  # a part whose matrices differ: each file's own table says which format each has
+PLANNED = tuple(name for name in formats.FORMATS if name != "fp32")  # what a mixture may be of
 AGAIN = "convert the checkpoint again"
 FOREIGN = (".safetensors", ".pt", ".pth", ".pkl", ".gguf")
 _FIELDS = {
@@ -120,7 +121,7 @@ class Container:
         """A file by its path inside the container, with the tensors and layouts that `layout` calls for.
 
         A version-1 file is mapped. Version 0 and .npy are copied into memory in that form: fp16 stays fp16, fp32 becomes
-        the container's own format for that part (fp16 where that is int8).
+        the container's own format for that part (fp16 where that is quantised).
         """
         specs, stored = self.files[name], self.find(name)
         if stored[0].suffix == ".npy":
@@ -140,9 +141,10 @@ class Container:
         for tensor, spec in self.files[name].items():
             entry, format = found.pop(tensor, None), self.info["formats"][spec.part]
             wanted = f"tensor {tensor!r} {_described(spec.shape, format, spec.layout)}"
+            good = (format,) if format != MIXED else PLANNED
             if entry is None:
                 yield Mismatch(header.path, wanted, "no such tensor", AGAIN)
-            elif (tuple(entry["shape"]), entry["format"], entry["layout"]) != (spec.shape, format, spec.layout):
+            elif (tuple(entry["shape"]), entry["layout"]) != (spec.shape, spec.layout) or entry["format"] not in good:
                 is_so = _described(tuple(entry["shape"]), entry["format"], entry["layout"])
                 yield Mismatch(header.path, wanted, is_so, AGAIN)
         for tensor in found:
@@ -161,17 +163,17 @@ class Container:
         chosen = {}
         for tensor, spec in specs.items():
             own = self.info["formats"][spec.part]
-            narrow = "fp16" if values[tensor].dtype == np.float16 or formats.FORMATS[own].scaled else own
+            plain = own in formats.FORMATS and not formats.FORMATS[own].scaled
+            narrow = own if plain and values[tensor].dtype != np.float16 else "fp16"
             chosen[tensor] = own if spec.part == "float" else narrow
-        table, nbytes = plan_table({t: replace(spec, part=t) for t, spec in specs.items()}, chosen)
+        table, nbytes = plan_table(specs, chosen)
         room = np.zeros(nbytes + ALIGN, np.uint8)
         start = -room.__array_interface__["data"][0] % ALIGN
         payload = room[start : start + nbytes]
         for entry in table:
-            data = formats.encode(np.atleast_2d(values[entry["name"]]), entry["format"], name=entry["name"]).data
-            if entry["layout"] == "rows16":
-                data = formats.pack_rows16(data, formats.FORMATS[entry["format"]].k_group)
-            payload[entry["offset"] :][: entry["bytes"]] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+            encoded = formats.encode(np.atleast_2d(values[entry["name"]]), entry["format"], name=entry["name"])
+            data, _, _ = packing.pack(encoded, formats.FORMATS[entry["format"]], entry["layout"])
+            payload[entry["offset"] :][: entry["bytes"]] = data.view(np.uint8)
         payload.flags.writeable = False
         header = BinHeader(self.dir / name, 0, 0, nbytes, None, tuple(table))
         return BinFile(header, payload, {entry["name"]: tensor_view(payload, entry) for entry in table})
@@ -232,8 +234,9 @@ def config_faults(path: Path, data: dict) -> Iterator[ContainerError]:
             yield Mismatch(path, f"field colibri.{field} of type {kind.__name__}", _shown(info, field), AGAIN)
     if sound:
         for part in ("expert", "dense", "float"):
-            if info["formats"].get(part) not in formats.FORMATS:
-                wanted = f"field colibri.formats.{part} one of {', '.join(formats.FORMATS)}"
+            known = (*formats.FORMATS, MIXED)
+            if info["formats"].get(part) not in known:
+                wanted = f"field colibri.formats.{part} one of {', '.join(known)}"
                 yield Mismatch(path, wanted, _shown(info["formats"], part), AGAIN)
         for field in ("sha256", "vocab_size"):
             if field not in info["tokenizer"]:

@@ -17,9 +17,10 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from ..errors import ContainerError, StorageError
-from . import binfile, container, formats
+from . import binfile, container, formats, packing
 from .files import AtomicFile, read_object, storage_errors
 from .plan import Plan, make_plan
+from .plan_formats import Rule
 from .source import Source
 from .verify import verify_container
 
@@ -62,7 +63,9 @@ def convert(
     output: str | os.PathLike,
     *,
     quantize: str = "auto",
+    group_size: int | None = None,
     tensors: str = "experts",
+    plan: str | os.PathLike | dict | Rule | None = None,
     expert_block_size: int = 1,
     max_seq_len: int | None = None,
     verify: bool = False,
@@ -71,16 +74,20 @@ def convert(
 ) -> ConvertReport:
     """Make the container `output` from `input`, a Hugging Face checkpoint directory (or a container, packed anew).
 
-    quantize: the experts' number format; "auto" keeps bf16 and fp16 and makes fp16 of fp32.
-    tensors: which matrices int8 is for, "experts" or "all". (Other formats are for all matrices.)
+    quantize: the experts' number format, a name of `formats.FORMATS`; "auto" keeps 16-bit formats and MXFP4, makes fp16 of
+    fp32 and bf16 of FP8. "int8" has one scale per output channel, "int4" one per 64 columns unless group_size says else.
+    group_size: with "int8" or "int4": 32, 64 or 128 columns that share a scale, 0 for one scale per output channel.
+    tensors: which matrices a quantised format is for, "experts" or "all". (Other formats are for all matrices.)
+    plan: a format for single layers, experts and matrices: file, object or function, see `plan_formats`.
     An interrupted conversion goes on where it stopped when it is called again with the same arguments.
 
     Raises `SettingError` (arguments), `ModelError` (the checkpoint), `TokenizerError`, `ContainerError` (what is at
     `output` already, or a failed verification), `StorageError` (disk full, or not readable or writable).
     """
     plan = make_plan(
-        input, output, quantize=quantize, tensors=tensors, expert_block_size=expert_block_size, max_seq_len=max_seq_len
-    )
+        input, output, quantize=quantize, group_size=group_size, tensors=tensors, plan=plan,
+        expert_block_size=expert_block_size, max_seq_len=max_seq_len,
+    )  # fmt: skip
     if progress:
         print(plan.text(), file=sys.stderr)
     out = plan.output
@@ -184,14 +191,12 @@ def _write_files(plan: Plan, todo: list[str], progress: bool) -> None:
 def _write_file(plan: Plan, name: str) -> None:
     """One `.bin` file: header, then tensor after tensor in chunks of rows, then the checksum into the header."""
     specs, names, path = plan.files[name], plan.names[name], plan.output / name
-    table, payload = binfile.plan_table(specs, plan.formats)
-    for entry in table:
-        if formats.FORMATS[entry["format"]].scaled and specs[entry["name"]].part == "expert":
-            entry["factor"] = _factor(plan.source, names, entry["name"])
+    table, payload = binfile.plan_table(specs, plan.tensor_formats[name])
+    bounds = _set_factors(plan.source, names, table)
     crc = end = 0
     with AtomicFile(path, need=plan.sizes[name]) as file:
         file.write(binfile.header_page(table, payload, path=path))
-        for start, data in _pieces(plan.source, names, table):
+        for start, data in _pieces(plan.source, names, table, bounds):
             for piece in (bytes(start - end), data):
                 file.write(piece)
                 crc = zlib.crc32(piece, crc)
@@ -202,42 +207,54 @@ def _write_file(plan: Plan, name: str) -> None:
         file.write(binfile.header_page(table, payload, crc, path))
 
 
-def _pieces(source: Source, names: dict[str, str], table: list[dict]) -> Iterator[tuple[int, np.ndarray]]:
+Bounds = dict[str, tuple[float, float]]
+
+
+def _pieces(
+    source: Source, names: dict[str, str], table: list[dict], bounds: Bounds
+) -> Iterator[tuple[int, np.ndarray]]:
     """(offset in the payload, bytes) of everything in a file, in ascending order."""
     for entry in table:
-        kind, offset = formats.FORMATS[entry["format"]], entry["offset"]
-        scales, zeros = [], []
+        ours, kind, offset = entry["name"], formats.FORMATS[entry["format"]], entry["offset"]
+        rest: list[list[np.ndarray]] = []
+        for values in _chunks(source, names[ours]):
+            encoded = formats.encode(values, kind.name, entry["factor"], names[ours], bounds.get(ours))
+            data, *scales = packing.pack(encoded, kind, entry["layout"])
+            yield offset, data.view(np.uint8)
+            offset += data.nbytes
+            rest.append([part for part in scales if part is not None])
+        places = [place for place in (entry["scale"], entry["zero"]) if place]
+        for (start, _), parts in zip(places, zip(*rest, strict=True), strict=True):
+            yield start, np.concatenate(parts).view(np.uint8)
+
+
+def _set_factors(source: Source, names: dict[str, str], table: list[dict]) -> Bounds:
+    """Give every integer tensor of a file the factor of its expert, or its own; tensor → smallest and largest value."""
+    bounds: Bounds = {}
+    largest: dict[str, float] = {}
+    scaled = [entry for entry in table if formats.FORMATS[entry["format"]].kind in ("int8", "int4")]
+    for entry in scaled:
+        low = high = 0.0
         for values in _chunks(source, names[entry["name"]]):
-            rows = formats.encode(values, kind.name, entry["factor"], names[entry["name"]])
-            data = formats.pack_rows16(rows.data, kind.k_group) if entry["layout"] == "rows16" else rows.data
-            data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-            yield offset, data
-            offset += len(data)
-            scales.append(rows.scale)
-            zeros.append(rows.zero)
-        if kind.scaled:
-            for (start, nbytes), parts in ((entry["scale"], scales), (entry["zero"], zeros)):
-                padded = np.zeros(nbytes, np.uint8)
-                flat = np.concatenate(parts).view(np.uint8)
-                padded[: len(flat)] = flat
-                yield start, padded
+            wide = formats.to_f32(values)
+            low, high = min(low, float(wide.min())), max(high, float(wide.max()))
+        bounds[entry["name"]] = low, high
+    whose = {entry["name"]: entry["name"].rpartition(".")[0] or entry["name"] for entry in scaled}
+    for name, (low, high) in bounds.items():
+        largest[whose[name]] = max(largest.get(whose[name], 0.0), -low, high)
+    for entry in scaled:
+        top = largest[whose[entry["name"]]]
+        entry["factor"] = formats.expert_factor(top) if np.isfinite(top) else 1.0
+    return bounds
 
 
 def _chunks(source: Source, name: str) -> Iterator[np.ndarray]:
     """The rows of a tensor, a multiple of 16 at a time, as stored."""
     shape = source.entry(name).shape
     rows, cols = shape if len(shape) == 2 else (1, shape[0])
-    step = max(1, CHUNK_VALUES // cols // formats.ROW_BLOCK) * formats.ROW_BLOCK
+    step = max(1, CHUNK_VALUES // cols // packing.ROW_BLOCK) * packing.ROW_BLOCK
     for start in range(0, rows, step):
         yield source.rows(name, start, min(start + step, rows))
-
-
-def _factor(source: Source, names: dict[str, str], ours: str) -> float:
-    """The scale of the expert that the tensor `ours` ("<e>.gate") belongs to."""
-    expert = ours.split(".")[0]
-    parts = (names[f"{expert}.{part}"] for part in ("gate", "up", "down"))
-    largest = max(float(np.abs(formats.to_f32(values)).max()) for name in parts for values in _chunks(source, name))
-    return formats.expert_factor(largest) if np.isfinite(largest) else 1.0
 
 
 def _write_json(path: Path, data: dict) -> None:

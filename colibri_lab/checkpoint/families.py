@@ -238,16 +238,25 @@ def _refuse(raw: dict, c: dict, family: Family) -> None:
     if c["hidden_act"] not in ("silu", "swish"):
         raise ModelError(f"hidden_act: this version computes silu experts only, found {c['hidden_act']!r}")
     quantised = raw.get("quantization_config")
-    if quantised:
+    if quantised and not _readable(quantised):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise ModelError(
-            f"quantization_config: the weights are already quantised ({method}), which this version cannot read; "
-            "convert from the bf16 or fp16 checkpoint"
+            f"quantization_config: the weights are already quantised ({method}), which this version reads as fp8 with "
+            "weight_block_size [rows, columns] and as mxfp4 only; convert from the bf16 or fp16 checkpoint"
         )
     if c["sliding_window"] is not None and "sliding_window" not in family.defaults:
         raise ModelError(
             f"sliding_window: {family.architecture} has none in this version, found {c['sliding_window']!r}"
         )
+
+
+def _readable(quantised) -> bool:
+    """Whether `Source` reads weights of this quantization_config."""
+    if not isinstance(quantised, dict):
+        return False
+    block = quantised.get("weight_block_size")
+    sized = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    return quantised.get("quant_method") == "mxfp4" or (quantised.get("quant_method") == "fp8" and sized)
 
 
 def _find_family(raw: dict) -> tuple[str, Family]:

@@ -1,13 +1,20 @@
-"""Number formats of stored matrices, and the packed order in which the kernels read them.
+"""Number formats of stored matrices: how weights become codes and scales, and codes weights.
 
-fp32, fp16, bf16 hold the values themselves (bf16 as its bits in uint16, numpy having no such type). int8 is min-max
-affine per output row: w ≈ (q - zero) * scale * factor with q and zero in [-128, 127]; the range always contains 0, so
-0 is exact, and |error| <= scale * factor / 2. `factor` is one number per expert, a power of two so that multiplying by
-it rounds nothing. Constant rows and zero rows are exact.
+fp32, fp16, bf16 hold the values themselves (bf16 as its bits in uint16, numpy having no such type). The integer formats
+are w ≈ (q - zero) * scale * factor, with a scale and a zero point for each
 
-Packed order "rows16": rows are padded to a multiple of 16 and columns (K) to a multiple of 4, with zeros. Blocks of 16
-rows follow each other; inside a block int8 is [K/4][16 rows][4 k], so that one 64-byte line holds 16 rows of 4
-consecutive k; the other formats are [K][16 rows]. Scales and zero points are padded with zeros to the same rows.
+    int8, int4-row           output channel (a row)
+    int8-tensor, …           matrix
+    int8-g64, int4-g64, …    group of 32, 64 or 128 neighbouring columns of a row
+
+min-max affine, so that the range always contains 0, 0 is exact, and |error| <= scale * factor / 2. "-sym" fixes the zero
+point in the middle (int8: 0, int4: 8) and does not store it. int8 codes are -128 … 127, int4 codes 0 … 15. Scales are
+float32, those of groups float16, rounded up so that nothing is clipped. `factor` is one number per expert, a power of two
+so that multiplying by it rounds nothing. Zero rows are exact, and constant rows as far as their scale can be (groups: when
+the number fits float16).
+
+mxfp4 is a 4-bit floating-point number (E2M1) with a power of two as the scale of 32 columns (OCP Microscaling Formats
+1.0). What was MXFP4 in a checkpoint stays exactly that.
 """
 
 from __future__ import annotations
@@ -16,36 +23,96 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import ContainerError, ModelError, did_you_mean
+from ..errors import ContainerError, ModelError, SettingError, did_you_mean
+from .minifloat import E2M1, MX_BLOCK, bf16_to_f32, f32_to_bf16, mx_scale, nearest_e2m1, to_f32
 
-ROW_BLOCK = 16
-COLUMN_MULTIPLE = 4
+GROUP_SIZES = (32, 64, 128)
+ALIASES = {"int4": "int4-g64", "int8-row": "int8"}  # what a bare name stands for
 
 
 @dataclass(frozen=True)
 class Format:
-    """A number format: the numpy type of a stored element, how many k lie side by side in "rows16", row scales or not."""
+    """A number format.
+
+    `kind` how one element is written. `dtype` of a stored unit: an element, or a byte that holds two. `k_group` units of a
+    row that lie side by side in layout "rows16". `group` columns that share a scale, 0 the whole row. `shared` one scale
+    for the whole matrix, written for every row. `symmetric` no stored zero points.
+    """
 
     name: str
+    kind: str
     dtype: np.dtype
     k_group: int = 1
-    scaled: bool = False
+    scale_dtype: np.dtype | None = None
+    group: int = 0
+    shared: bool = False
+    symmetric: bool = True
+
+    @property
+    def scaled(self) -> bool:
+        return self.scale_dtype is not None
+
+    @property
+    def four_bit(self) -> bool:
+        return self.kind in ("int4", "mxfp4")
+
+    @property
+    def lowest(self) -> int:
+        """The smallest integer code."""
+        return 0 if self.four_bit else -128
+
+    @property
+    def levels(self) -> int:
+        """Steps between the smallest and the largest integer code."""
+        return 15 if self.four_bit else 255
+
+    @property
+    def middle(self) -> int:
+        """The zero point of a symmetric integer format."""
+        return 8 if self.four_bit else 0
+
+    def units(self, cols: int) -> int:
+        """Stored units of a row; two 4-bit codes share one, and a row is padded to whole lines of eight."""
+        return -(-cols // 8) * 4 if self.four_bit else cols
+
+    def groups(self, cols: int) -> int:
+        """Scales of a row; the last group may be short."""
+        return 0 if not self.scaled else -(-cols // self.group) if self.group else 1
+
+
+def _integer_formats() -> list[Format]:
+    found = []
+    for kind, dtype in (("int8", np.dtype("i1")), ("int4", np.dtype("u1"))):
+        for symmetric in (False, True):
+            end = "-sym" if symmetric else ""
+            row = kind if kind == "int8" else "int4-row"
+            found += [
+                Format(row + end, kind, dtype, 4, np.dtype("<f4"), 0, False, symmetric),
+                Format(f"{kind}-tensor{end}", kind, dtype, 4, np.dtype("<f4"), 0, True, symmetric),
+            ]
+            found += [
+                Format(f"{kind}-g{size}{end}", kind, dtype, 4, np.dtype("<f2"), size, False, symmetric)
+                for size in GROUP_SIZES
+            ]
+    return found
 
 
 FORMATS = {
     f.name: f
     for f in (
-        Format("fp32", np.dtype("<f4")),
-        Format("fp16", np.dtype("<f2")),
-        Format("bf16", np.dtype("<u2")),
-        Format("int8", np.dtype("i1"), k_group=4, scaled=True),
+        Format("fp32", "fp32", np.dtype("<f4")),
+        Format("fp16", "fp16", np.dtype("<f2")),
+        Format("bf16", "bf16", np.dtype("<u2")),
+        *_integer_formats(),
+        Format("mxfp4", "mxfp4", np.dtype("u1"), 4, np.dtype("u1"), MX_BLOCK),
     )
 }
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Rows in a number format: `data` (rows, cols) of its dtype; `scale` float32 (rows,), `zero` int8 (rows,) or None."""
+    """Rows in a number format: `data` (rows, cols), values or codes (one per element, also of 4-bit formats); `scale`
+    float32 and `zero` integer, (rows, groups), None where the format has none."""
 
     data: np.ndarray
     scale: np.ndarray | None = None
@@ -58,26 +125,35 @@ def find_format(name: str, where: str = "number format") -> Format:
     return FORMATS[name]
 
 
-def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
-    """uint16 bits of bfloat16 → float32, exactly."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+def format_name(quant_type: str, group_size: int | None = None) -> str:
+    """The name of "int8" or "int4" with groups of `group_size` columns, 0 for one scale per output channel; by default what
+    each needs: channels for int8, groups of 64 for int4. Other names pass, without a group size. Raises `SettingError`."""
+    known = ("auto", *FORMATS, *ALIASES)
+    if quant_type not in known:
+        raise SettingError(f"quantize cannot be {quant_type!r}; {did_you_mean(str(quant_type), known)}")
+    if group_size is None:
+        return ALIASES.get(quant_type, quant_type)
+    if quant_type not in ("int8", "int4"):
+        raise SettingError(f"group_size goes with int8 or int4, not with {quant_type}")
+    if group_size not in (0, *GROUP_SIZES):
+        raise SettingError(
+            f"group_size must be one of {', '.join(map(str, GROUP_SIZES))} columns, or 0 for one scale per output channel, "
+            f"got {group_size!r}"
+        )
+    return f"{quant_type}-g{group_size}" if group_size else {"int8": "int8", "int4": "int4-row"}[quant_type]
 
 
-def f32_to_bf16(values: np.ndarray) -> np.ndarray:
-    """float32 → uint16 bits of the nearest bfloat16, ties to even. Values must be finite; the largest become inf."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def to_f32(values: np.ndarray) -> np.ndarray:
-    """float32 from float32, float16 or bf16 bits (uint16)."""
-    return bf16_to_f32(values) if values.dtype == np.uint16 else values.astype(np.float32, copy=False)
-
-
-def encode(values: np.ndarray, format: str, factor: float = 1.0, name: str = "tensor") -> Encoded:
+def encode(
+    values: np.ndarray,
+    format: str,
+    factor: float = 1.0,
+    name: str = "tensor",
+    bounds: tuple[float, float] | None = None,
+) -> Encoded:
     """Rows (rows, cols) of float32, float16 or bf16 bits (uint16) in a number format.
 
-    Raises `ModelError` naming the tensor for NaN or infinity, and for values beyond what fp16 or bf16 can hold.
+    `bounds`: smallest and largest value of the whole matrix, for formats that share one scale when `values` are only some
+    of its rows. Raises `ModelError` naming the tensor for NaN or infinity, and for values that the format cannot hold.
     """
     kind = find_format(format)
     if values.dtype == kind.dtype and not kind.scaled:
@@ -85,8 +161,12 @@ def encode(values: np.ndarray, format: str, factor: float = 1.0, name: str = "te
         return Encoded(values)
     wide = to_f32(values)
     _check_finite(wide, name)
-    if format == "int8":
-        return _encode_int8(wide, factor)
+    if kind.kind == "mxfp4":
+        return _encode_mxfp4(wide, factor)
+    if kind.scaled:
+        w = wide.astype(np.float64) / factor
+        scale, zero = affine_range(*group_bounds(w, kind, factor, bounds), kind, name)
+        return Encoded(round_to_codes(w, scale, zero, kind), scale, None if kind.symmetric else zero.astype(kind.dtype))
     with np.errstate(over="ignore"):
         data = f32_to_bf16(wide) if format == "bf16" else wide.astype(kind.dtype)
     if not np.isfinite(to_f32(data)).all():
@@ -97,10 +177,20 @@ def encode(values: np.ndarray, format: str, factor: float = 1.0, name: str = "te
 
 def decode(encoded: Encoded, format: str, factor: float = 1.0) -> np.ndarray:
     """Inverse of `encode`: float32 (rows, cols)."""
-    if not find_format(format).scaled:
+    kind = find_format(format)
+    if not kind.scaled:
         return to_f32(encoded.data)
-    steps = encoded.data.astype(np.float32) - encoded.zero.astype(np.float32)[:, None]
-    return steps * (encoded.scale * np.float32(factor))[:, None]
+    cols = encoded.data.shape[1]
+    scale = spread(encoded.scale * np.float32(factor), kind, cols)
+    if kind.kind == "mxfp4":
+        return E2M1[encoded.data] * scale
+    zero = kind.middle if encoded.zero is None else spread(encoded.zero.astype(np.float32), kind, cols)
+    return (encoded.data.astype(np.float32) - np.float32(zero)) * scale
+
+
+def spread(per_group: np.ndarray, kind: Format, cols: int) -> np.ndarray:
+    """(rows, groups) → one number per column, (rows, cols), or (rows, 1) where rows have one."""
+    return np.repeat(per_group, kind.group, axis=1)[:, :cols] if kind.group else per_group
 
 
 def expert_factor(largest: float) -> float:
@@ -111,19 +201,61 @@ def expert_factor(largest: float) -> float:
     return float(np.ldexp(1.0, int(np.clip(exponent - (mantissa == 0.5), -126, 127))))
 
 
-def _encode_int8(wide: np.ndarray, factor: float) -> Encoded:
-    w = wide.astype(np.float64) / factor
-    low, high = np.minimum(w.min(axis=1), 0), np.maximum(w.max(axis=1), 0)
-    exact = (high - low) / 255
-    scale = exact.astype(np.float32)
-    # Never below the exact step: the ends of the range must not be clipped by more than half a step.
-    scale = np.where(scale < exact, np.nextafter(scale, np.float32(np.inf)), scale)
-    constant = (w == w[:, :1]).all(axis=1)
-    scale = np.where(constant, np.abs(w[:, 0]).astype(np.float32), scale)
+def group_bounds(
+    w: np.ndarray, kind: Format, factor: float = 1.0, bounds: tuple[float, float] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Smallest and largest of w (rows, cols) in every group, (rows, groups); `bounds` (of w * factor) wins when the format
+    shares one scale."""
+    if kind.shared:
+        low, high = (w.min(), w.max()) if bounds is None else (bounds[0] / factor, bounds[1] / factor)
+        return np.full((len(w), 1), low, np.float64), np.full((len(w), 1), high, np.float64)
+    starts = np.arange(0, w.shape[1], kind.group or w.shape[1])
+    return np.minimum.reduceat(w, starts, axis=1), np.maximum.reduceat(w, starts, axis=1)
+
+
+def affine_range(
+    low: np.ndarray, high: np.ndarray, kind: Format, name: str = "tensor"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ranges (rows, groups) → scale float32, as the format stores it, and zero float64, both (rows, groups)."""
+    constant = low == high
+    size = np.maximum(np.abs(low), np.abs(high))
+    low, high = np.minimum(low, 0), np.maximum(high, 0)
+    if kind.symmetric:
+        below = kind.middle - kind.lowest
+        exact = np.maximum(high / (kind.levels - below), -low / below)
+    else:
+        exact = (high - low) / kind.levels
+    scale = _round_up(np.where(constant, size, exact), kind.scale_dtype)
+    if not np.isfinite(scale).all():
+        raise ModelError(
+            f"{name}: a scale of {exact.max():g} is beyond float16; give the expert's factor (formats.expert_factor)"
+        )
     scale = np.where(scale == 0, np.float32(1), scale)
-    zero = np.where(constant, 0, np.rint(-128 - low / scale.astype(np.float64))).clip(-128, 127)
-    q = np.rint(w / scale.astype(np.float64)[:, None]) + zero[:, None]
-    return Encoded(q.clip(-128, 127).astype(np.int8), scale, zero.astype(np.int8))
+    free = np.clip(np.rint(kind.lowest - low / scale.astype(np.float64)), kind.lowest, kind.lowest + kind.levels)
+    return scale, np.where(constant | kind.symmetric, kind.middle, free)
+
+
+def round_to_codes(w: np.ndarray, scale: np.ndarray, zero: np.ndarray, kind: Format) -> np.ndarray:
+    """The nearest codes of w (rows, cols), which is already divided by the factor."""
+    cols = w.shape[1]
+    q = np.rint(w / spread(scale.astype(np.float64), kind, cols)) + spread(zero, kind, cols)
+    return np.clip(q, kind.lowest, kind.lowest + kind.levels).astype(kind.dtype)
+
+
+def _round_up(exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The next number of `dtype` that is not below: rounding a scale down would clip the ends of its range."""
+    with np.errstate(over="ignore"):
+        near = exact.astype(dtype)
+        near = np.where(near < exact, np.nextafter(near, dtype.type(np.inf)), near)
+    return near.astype(np.float32)
+
+
+def _encode_mxfp4(wide: np.ndarray, factor: float) -> Encoded:
+    rows, cols = wide.shape
+    w = wide.astype(np.float64) / factor
+    starts = np.arange(0, cols, MX_BLOCK)
+    scale = mx_scale(np.maximum.reduceat(np.abs(w), starts, axis=1))
+    return Encoded(nearest_e2m1(w / spread(scale.astype(np.float64), FORMATS["mxfp4"], cols)), scale)
 
 
 def _check_finite(wide: np.ndarray, name: str) -> None:
@@ -134,37 +266,7 @@ def _check_finite(wide: np.ndarray, name: str) -> None:
         )
 
 
-def padded(rows: int, cols: int) -> tuple[int, int]:
-    """Rows and columns as stored in "rows16"."""
-    return -(-rows // ROW_BLOCK) * ROW_BLOCK, -(-cols // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-
-
-def stored_shape(shape: tuple[int, ...], layout: str) -> tuple[int, int]:
-    """(rows, cols) as stored; one-dimensional tensors are one row."""
-    rows, cols = shape if len(shape) == 2 else (1, shape[0])
-    return padded(rows, cols) if layout == "rows16" else (rows, cols)
-
-
-def stored_bytes(shape: tuple[int, ...], format: str, layout: str) -> int:
-    """Bytes of a tensor's elements, scales and zero points aside."""
-    rows, cols = stored_shape(shape, layout)
-    return rows * cols * find_format(format).dtype.itemsize
-
-
-def pack_rows16(a: np.ndarray, k_group: int | None = None) -> np.ndarray:
-    """(rows, cols) of a stored type → the same elements in "rows16" order, one-dimensional, padded with zeros."""
-    group = k_group or (4 if a.dtype.itemsize == 1 else 1)
-    rows, cols = padded(*a.shape)
-    full = np.zeros((rows, cols), a.dtype) if (rows, cols) != a.shape else a
-    if full is not a:
-        full[: a.shape[0], : a.shape[1]] = a
-    blocks = full.reshape(rows // ROW_BLOCK, ROW_BLOCK, cols // group, group)
-    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(-1)
-
-
-def unpack_rows16(flat: np.ndarray, rows: int, cols: int, k_group: int | None = None) -> np.ndarray:
-    """Inverse of `pack_rows16`: (rows, cols) without the padding."""
-    group = k_group or (4 if flat.dtype.itemsize == 1 else 1)
-    full_rows, full_cols = padded(rows, cols)
-    blocks = flat.reshape(full_rows // ROW_BLOCK, full_cols // group, ROW_BLOCK, group)
-    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(full_rows, full_cols)[:rows, :cols]
+__all__ = [
+    "ALIASES", "Encoded", "FORMATS", "Format", "GROUP_SIZES", "affine_range", "bf16_to_f32", "decode", "encode",
+    "expert_factor", "f32_to_bf16", "find_format", "format_name", "group_bounds", "round_to_codes", "spread", "to_f32",
+]  # fmt: skip

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import ModelConfig
 from ..engine.tokenizer import fingerprint
 from ..errors import ModelError, SettingError, TokenizerError, did_you_mean
-from . import binfile, container, families, formats, layout
+from . import binfile, container, families, formats, layout, plan_formats
 from .source import FORMAT_OF, ContainerSource, Source
 
-QUANTIZE = ("auto", *formats.FORMATS)
 Files = dict[str, dict[str, layout.Spec]]
 Names = dict[str, dict[str, str]]
 
@@ -23,6 +23,7 @@ Names = dict[str, dict[str, str]]
 class Plan:
     """`files`: `.bin` file → its tensors; `names`: `.bin` file → our tensor name → the source's name.
 
+    `formats`: part → its number format or "mixed"; `tensor_formats`: `.bin` file → tensor → format.
     `sizes` bytes of each file; `skipped_bytes` of next-token-prediction layers; `unused` names of other tensors that no
     file takes; `tokenizer` its hash and size.
     """
@@ -31,6 +32,7 @@ class Plan:
     output: Path
     config: ModelConfig
     formats: dict[str, str]
+    tensor_formats: dict[str, dict[str, str]]
     block_size: int
     max_seq_len: int | None
     files: Files
@@ -49,7 +51,7 @@ class Plan:
     def id(self) -> str:
         """Two conversions with the same id write the same files."""
         files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in self.source.files]
-        settings = [self.formats, self.block_size, self.max_seq_len, self.tokenizer, container.FORMAT_VERSION]
+        settings = [self.tensor_formats, self.block_size, self.max_seq_len, self.tokenizer, container.FORMAT_VERSION]
         return hashlib.sha256(json.dumps([self.config.to_json(), settings, files]).encode()).hexdigest()
 
     def config_json(self) -> dict:
@@ -90,13 +92,14 @@ def make_plan(
     output: str | os.PathLike,
     *,
     quantize: str = "auto",
+    group_size: int | None = None,
     tensors: str = "experts",
+    plan: str | os.PathLike | dict | plan_formats.Rule | None = None,
     expert_block_size: int = 1,
     max_seq_len: int | None = None,
 ) -> Plan:
     """The plan of a conversion; arguments and errors as in `convert`. Nothing is written."""
-    if quantize not in QUANTIZE:
-        raise SettingError(f"quantize cannot be {quantize!r}; {did_you_mean(str(quantize), QUANTIZE)}")
+    wanted = formats.format_name(quantize, group_size)
     if tensors not in ("experts", "all"):
         raise SettingError(f"tensors cannot be {tensors!r}; {did_you_mean(str(tensors), ('experts', 'all'))}")
     if os.path.realpath(output) == os.path.realpath(input):
@@ -120,17 +123,19 @@ def make_plan(
     files = layout.container_files(config, expert_block_size)
     names = source_names(source, config, files)
     _check_shapes(source, files, names)
-    chosen = _number_formats(source, names, quantize, tensors)
+    default = _default_formats(source, files, names, wanted, tensors)
+    chosen = plan_formats.choose_formats(files, default, plan_formats.find_rule(plan, config))
     sizes, slot = {}, 0
     for file, specs in files.items():
-        table, payload = binfile.plan_table(specs, chosen)
+        table, payload = binfile.plan_table(specs, chosen[file])
         sizes[file] = len(binfile.header_page(table, payload, path=file)) + payload
         if "/expert_" in file:
             slot = max(slot, -(-payload // binfile.PAGE) * binfile.PAGE)
     rest = set(source.entries) - {theirs for own in names.values() for theirs in own.values()}
     mtp = {name for name in rest if families.is_mtp(config, name)}
     return Plan(
-        source=source, output=Path(output), config=config, formats=chosen, block_size=expert_block_size,
+        source=source, output=Path(output), config=config, formats=plan_formats.summary(files, chosen),
+        tensor_formats=chosen, block_size=expert_block_size,
         max_seq_len=max_seq_len, files=files, names=names, sizes=sizes, slot_bytes=slot,
         skipped_bytes=sum(source.entries[name].nbytes for name in mtp), unused=sorted(rest - mtp), tokenizer=tokenizer,
     )  # fmt: skip
@@ -184,11 +189,22 @@ def _check_shapes(source: Source, files: Files, names: Names) -> None:
                 )
 
 
-def _number_formats(source: Source, names: Names, quantize: str, tensors: str) -> dict[str, str]:
-    """part → number format. "auto" goes by the first expert's type and makes fp16 of fp32."""
+def _default_formats(
+    source: Source, files: Files, names: Names, quantize: str, tensors: str
+) -> Callable[[str, str], str]:
+    """(file, tensor) → number format. 16-bit matrices go by the first expert's type: fp16 of fp32, bf16 of FP8 and MXFP4.
+    "auto" leaves each MXFP4 tensor as it is."""
     first = next(theirs for file, own in names.items() if "/expert_" in file for theirs in own.values())
     kept = FORMAT_OF[source.entry(first).dtype]
-    plain = "fp16" if kept == "fp32" else kept
-    chosen = plain if quantize == "auto" else quantize
-    dense = plain if formats.FORMATS[chosen].scaled and tensors == "experts" else chosen
-    return {"expert": chosen, "dense": dense, "float": "fp32"}
+    plain = {"fp32": "fp16", "mxfp4": "bf16"}.get(kept, kept)
+    scaled = quantize != "auto" and formats.FORMATS[quantize].scaled
+
+    def default(file: str, tensor: str) -> str:
+        part = files[file][tensor].part
+        if part == "float":
+            return "fp32"
+        if quantize == "auto":
+            return "mxfp4" if source.entry(names[file][tensor]).dtype == "MXFP4" else plain
+        return plain if part == "dense" and scaled and tensors == "experts" else quantize
+
+    return default

@@ -2,6 +2,10 @@
 
 The file format (https://github.com/huggingface/safetensors): u64 little-endian header length, a JSON object
 name → {dtype, shape, data_offsets}, then the data; offsets count from the end of the header.
+
+Two kinds of checkpoints are quantised already. FP8: a matrix X of type F8_E4M3 with float32 scales X_scale_inv, one for
+each block of 128 × 128 (config.json may say otherwise). MXFP4: X_blocks and X_scales in place of X. Both are read as
+float32, and what was MXFP4 fits the format mxfp4 without loss.
 """
 
 from __future__ import annotations
@@ -17,10 +21,26 @@ import numpy as np
 from ..errors import ContainerError, ModelError
 from .container import Container, Tensor
 from .files import read_object, storage_errors
+from .minifloat import MX_BLOCK, fp8_to_f32, mxfp4_to_f32
 
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-FORMAT_OF = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+QUANTISED = {"F8_E4M3": "_scale_inv", "MXFP4": "_scales"}  # type → where the scales of tensor X are: X + this
+FORMAT_OF = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "bf16", "MXFP4": "mxfp4"}  # kept by "auto"
+_SIZES = {
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+}
 _HEADER_LIMIT = 100_000_000  # as in the reference reader
 
 
@@ -37,11 +57,15 @@ class Entry:
 
 
 class Source:
-    """The tensors of a checkpoint directory by name. Only headers are read until `rows` is called."""
+    """The tensors of a checkpoint directory by name. Only headers are read until `rows` is called.
+
+    `scales`: quantised tensor → the entry of its scales, which is not among `entries`.
+    """
 
     def __init__(self, hf_dir: str | os.PathLike):
         self.dir = Path(hf_dir)
         self.entries: dict[str, Entry] = {}
+        self.scales: dict[str, Entry] = {}
         with storage_errors(self.dir):
             self.files = _find_files(self.dir)
         for path in self.files:
@@ -50,18 +74,21 @@ class Source:
                     raise ModelError(f"{path}: tensor {entry.name} is also in {self.entries[entry.name].path.name}")
                 self.entries[entry.name] = entry
         self._check_index()
+        self._join_scales()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(entry.nbytes for entry in self.entries.values())
+        return sum(entry.nbytes for entry in (*self.entries.values(), *self.scales.values()))
 
     def entry(self, name: str) -> Entry:
         """Raises `ModelError` naming the tensor when it is missing or of a type that cannot be read."""
         if name not in self.entries:
             raise ModelError(f"{self.dir}: tensor {name} is missing from the checkpoint")
         entry = self.entries[name]
-        if entry.dtype not in DTYPES:
+        if entry.dtype == "F8_E4M3" and name not in self.scales:
+            raise ModelError(f"{entry.path}: tensor {name} is F8_E4M3, but its scales {name}_scale_inv are missing")
+        if entry.dtype not in DTYPES and entry.dtype not in QUANTISED:
             raise ModelError(
                 f"{entry.path}: tensor {name} has type {entry.dtype}, which this version cannot read; "
                 f"expected {', '.join(DTYPES)}"
@@ -69,21 +96,53 @@ class Source:
         return entry
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows [start, stop) as stored, (rows, cols): float32, float16, or bf16 bits in uint16."""
+        """Rows [start, stop), (rows, cols): as stored, float32, float16, or bf16 bits in uint16; quantised ones as float32."""
         entry = self.entry(name)
+        if entry.dtype in QUANTISED:
+            return self._widened(entry, start, entry.shape[0] if stop is None else min(stop, entry.shape[0]))
         count, cols = (1, entry.shape[0]) if len(entry.shape) == 1 else (entry.shape[0], math.prod(entry.shape[1:]))
         stop = count if stop is None else min(stop, count)
-        dtype = DTYPES[entry.dtype]
-        out = np.empty((stop - start, cols), dtype)
-        view = memoryview(out).cast("B")
-        with storage_errors(entry.path), open(entry.path, "rb", buffering=0) as file:
-            file.seek(entry.start + start * cols * dtype.itemsize)
-            while view.nbytes:
-                got = file.readinto(view)
-                if not got:
-                    raise ModelError(f"{entry.path}: ends inside tensor {name}")
-                view = view[got:]
-        return out
+        return _read_rows(entry, DTYPES[entry.dtype], start, stop, cols)
+
+    def _widened(self, entry: Entry, start: int, stop: int) -> np.ndarray:
+        """Rows of a quantised matrix as float32."""
+        scales, byte = self.scales[entry.name], np.dtype("u1")
+        if entry.dtype == "MXFP4":
+            count = entry.shape[1] // MX_BLOCK
+            blocks = _read_rows(entry, byte, start, stop, 16 * count).reshape(stop - start, count, 16)
+            return mxfp4_to_f32(blocks, _read_rows(scales, byte, start, stop, count))
+        codes = _read_rows(entry, byte, start, stop, entry.shape[1])
+        return fp8_to_f32(codes, _read_rows(scales, DTYPES["F32"], 0, *scales.shape), self.fp8_block, start)
+
+    def _join_scales(self) -> None:
+        """Take the scales of quantised tensors out of `entries`. Raises `ModelError` where they do not fit."""
+        for blocks in [e for e in self.entries.values() if e.name.endswith("_blocks") and e.dtype == "U8"]:
+            name = blocks.name.removesuffix("_blocks")
+            scales = self.entries.get(f"{name}_scales")
+            if scales is None or scales.dtype != "U8" or blocks.shape != (*scales.shape, 16):
+                found = "nothing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+                raise ModelError(
+                    f"{blocks.path}: tensor {blocks.name} {list(blocks.shape)}: expected MXFP4 with bytes "
+                    f"{name}_scales of shape {list(blocks.shape[:-1])}, found {found}"
+                )
+            shape = (*scales.shape[:-1], MX_BLOCK * scales.shape[-1])
+            del self.entries[blocks.name], self.entries[scales.name]
+            self.entries[name] = Entry(name, blocks.path, "MXFP4", shape, blocks.start, blocks.nbytes)
+            self.scales[name] = scales
+        fp8 = [e for e in self.entries.values() if e.dtype == "F8_E4M3" and f"{e.name}_scale_inv" in self.entries]
+        if not fp8:
+            return
+        quantised = read_object(self.dir / "config.json", ModelError).get("quantization_config") or {}
+        self.fp8_block = tuple(quantised.get("weight_block_size") or (128, 128))
+        for entry in fp8:
+            scales = self.entries.pop(f"{entry.name}_scale_inv")
+            wanted = tuple(-(-n // block) for n, block in zip(entry.shape, self.fp8_block, strict=False))
+            if scales.dtype != "F32" or scales.shape != wanted or len(entry.shape) != 2:
+                raise ModelError(
+                    f"{scales.path}: tensor {scales.name}: expected F32 {list(wanted)}, one for each block of "
+                    f"{self.fp8_block[0]} x {self.fp8_block[1]}, found {scales.dtype} {list(scales.shape)}"
+                )
+            self.scales[entry.name] = scales
 
     def _check_index(self) -> None:
         index = self.dir / "model.safetensors.index.json"
@@ -92,6 +151,19 @@ class Source:
         for name, file in _weight_map(index).items():
             if name not in self.entries or self.entries[name].path.name != file:
                 raise ModelError(f"{index}: tensor {name} is not in {file} as the index says")
+
+
+def _read_rows(entry: Entry, dtype: np.dtype, start: int, stop: int, cols: int) -> np.ndarray:
+    out = np.empty((stop - start, cols), dtype)
+    view = memoryview(out).cast("B")
+    with storage_errors(entry.path), open(entry.path, "rb", buffering=0) as file:
+        file.seek(entry.start + start * cols * dtype.itemsize)
+        while view.nbytes:
+            got = file.readinto(view)
+            if not got:
+                raise ModelError(f"{entry.path}: ends inside tensor {entry.name}")
+            view = view[got:]
+    return out
 
 
 def _find_files(directory: Path) -> list[Path]:
@@ -158,13 +230,13 @@ class ContainerSource(Source):
     """
 
     def __init__(self, box: Container):
-        self.dir, self.entries, self._box = box.dir, {}, box
+        self.dir, self.entries, self.scales, self._box = box.dir, {}, {}, box
         self.files = [box.dir / "config.json"]
         self._open_file: tuple[str, dict[str, Tensor]] = ("", {})
         for file in box.files:
             self.files += box.find(file)
             for tensor in box.read(file).tensors.values():
-                if tensor.scale is not None:
+                if tensor.scale is not None and tensor.format != "mxfp4":
                     raise ContainerError(
                         f"{box.dir / file}: {tensor.name} is {tensor.format} already; quantising twice only loses: convert "
                         "from the 16-bit container or the checkpoint"

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ..engine.tokenizer import fingerprint
 from ..errors import ColibriError, ContainerError
-from . import formats, layout
+from . import formats, layout, packing
 from .binfile import Tensor, read_bin, read_header
 from .container import Container, config_faults, is_container, read_container_config
 from .files import Mismatch, read_object
@@ -88,7 +88,8 @@ def _file_faults(box: Container, name: str) -> Iterator[Fault]:
 
 def _number_faults(path: Path, tensor: Tensor) -> Iterator[Fault]:
     if tensor.scale is not None:
-        if not (np.isfinite(tensor.scale).all() and (tensor.scale >= 0).all()):
+        scale = packing.scale_values(tensor.scale, tensor.kind)
+        if not (np.isfinite(scale).all() and (scale >= 0).all()):
             yield Fault(
                 str(path), f"tensor {tensor.name!r} with finite scales", "one that is negative, NaN or infinite"
             )

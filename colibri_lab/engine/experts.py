@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import kernels
 from ..checkpoint.container import Tensor
-from .linear import FORMAT_CODES, Linear, descriptor
+from .linear import FIELDS, Linear, descriptor
 from .workspace import Workspace
 
 
@@ -78,7 +78,9 @@ class RoutedExperts:
         self.offsets = take("offsets", (len(active) + 1,), np.int32)
         self.token_of = take("token_of", (tokens * k,), np.int32)
         self.row_of = take("row_of", ids.shape, np.int32)
-        self._fill(local, self.offsets, self.token_of, self.row_of, take("cursor", (len(active),), np.int32), len(active))
+        self._fill(
+            local, self.offsets, self.token_of, self.row_of, take("cursor", (len(active),), np.int32), len(active)
+        )
         self.rows = take("expert_rows", (tokens * k, x.shape[1]))
 
     def run(self, memory: np.ndarray, buffers: np.ndarray, first: int, last: int) -> None:
@@ -100,13 +102,12 @@ class RoutedExperts:
 
 
 def _expert_tables(tables: list[tuple[dict, ...]], num_experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tensor tables of a layer's blocks → descriptors (experts, 3, 6) int64 and factors (experts, 3) float32."""
-    descriptors = np.zeros((num_experts, 3, 6), np.int64)
+    """Tensor tables of a layer's blocks → descriptors (experts, 3, 7) int64 and factors (experts, 3) float32."""
+    descriptors = np.zeros((num_experts, 3, FIELDS), np.int64)
     factors = np.ones((num_experts, 3), np.float32)
     for entry in (entry for table in tables for entry in table):
         expert, part = entry["name"].split(".")
         at = int(expert), ("gate", "up", "down").index(part)
-        scale, zero = entry["scale"] or [0], entry["zero"] or [0]
-        descriptors[at] = (*entry["shape"], FORMAT_CODES[entry["format"]], entry["offset"], scale[0], zero[0])
+        descriptors[at] = descriptor(entry)
         factors[at] = entry["factor"]
     return descriptors, factors

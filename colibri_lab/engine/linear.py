@@ -5,24 +5,25 @@ from __future__ import annotations
 import numpy as np
 
 from .. import kernels
-from ..checkpoint import formats
+from ..checkpoint import formats, packing
 from ..checkpoint.container import Tensor
 
-FORMAT_CODES = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3}  # Format in cpp/include/matrix.hpp
+KIND_CODES = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "int4": 4, "mxfp4": 5}  # Format in cpp/include/matrix.hpp
+FIELDS = 7  # numbers in a descriptor
+ABSENT = -1  # offset of what a format does not store
 
 
-def descriptor(tensor: Tensor, base: int = 0) -> list[int]:
-    """(rows, cols, format, data, scale, zero): how the kernels find a packed matrix in a byte region.
-
-    Offsets count from the start of the tensor's payload plus `base`; 0 where the format has no scales.
-    """
-    rows, cols = tensor.shape
-    start = tensor.data.__array_interface__["data"][0] - tensor.offset
-
-    def place(part) -> int:
-        return base + part.__array_interface__["data"][0] - start if part is not None else 0
-
-    return [rows, cols, FORMAT_CODES[tensor.format], place(tensor.data), place(tensor.scale), place(tensor.zero)]
+def descriptor(part: dict | Tensor) -> list[int]:
+    """(rows, cols, kind, data, scale, zero, group) of a tensor table entry or a mapped tensor: how the kernels find a packed
+    matrix in a byte region. Offsets count from the start of the payload."""
+    if isinstance(part, Tensor):
+        start = part.data.__array_interface__["data"][0] - part.offset
+        offsets = {name: getattr(part, name) for name in ("scale", "zero")}
+        offsets = {n: a if a is None else [a.__array_interface__["data"][0] - start] for n, a in offsets.items()}
+        part = dict(format=part.format, shape=part.shape, offset=part.offset, **offsets)
+    kind = formats.FORMATS[part["format"]]
+    scale, zero = (part[name][0] if part[name] else ABSENT for name in ("scale", "zero"))
+    return [*part["shape"], KIND_CODES[kind.kind], part["offset"], scale, zero, kind.group]
 
 
 class Linear:
@@ -50,5 +51,5 @@ class Linear:
 def pack_float32(values: np.ndarray) -> tuple[np.ndarray, list[int]]:
     """Row-major float32 (rows, cols) → bytes in layout rows16 and their descriptor."""
     rows, cols = values.shape
-    packed = np.ascontiguousarray(formats.pack_rows16(np.ascontiguousarray(values, np.float32), 1))
-    return packed.reshape(-1).view(np.uint8), [rows, cols, FORMAT_CODES["fp32"], 0, 0, 0]
+    packed = packing.pack_rows16(np.ascontiguousarray(values, np.float32))
+    return packed.view(np.uint8), [rows, cols, KIND_CODES["fp32"], 0, ABSENT, ABSENT, 0]

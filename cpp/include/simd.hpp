@@ -39,6 +39,14 @@ inline float bf16_to_float(uint16_t bits) {
     return out;
 }
 
+// 2^(e - 127): a scale of the MX formats. e = 0 is subnormal, 255 (NaN there) comes out as infinity.
+inline float e8m0_to_float(uint8_t e) {
+    uint32_t wide = e ? static_cast<uint32_t>(e) << 23 : 0x00400000u;
+    float out;
+    std::memcpy(&out, &wide, 4);
+    return out;
+}
+
 // Nearest half, ties to even, by hand; beyond its range comes infinity.
 inline uint16_t float_to_fp16(float x) {
     uint32_t bits;
@@ -110,6 +118,20 @@ inline F16 column(I8Line line) {
     __m512i top = K == 3 ? line.v : _mm512_slli_epi32(line.v, 24 - 8 * K);
     return {_mm512_cvtepi32_ps(_mm512_srai_epi32(top, 24))};
 }
+// Of every byte the low or the high four bits; entry [byte] of a table of 16.
+inline I8Line low_nibbles(I8Line a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+inline I8Line high_nibbles(I8Line a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+inline I8Line lookup(const int8_t* table, I8Line index) {
+    __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), index.v)};
+}
+inline F16 load_i8(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline F16 load_e8m0(const uint8_t* p) {  // 2^(e - 127), of which e = 0 is subnormal
+    __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(0x00400000)))};
+}
 
 #elif defined(COLIBRI_SIMD_AVX2)
 
@@ -163,6 +185,24 @@ template <int K>
 inline F16 column(I8Line line) {
     return {column_half<K>(line.a), column_half<K>(line.b)};
 }
+inline I8Line low_nibbles(I8Line x) {
+    __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+inline I8Line high_nibbles(I8Line x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+inline I8Line lookup(const int8_t* table, I8Line index) {
+    __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(t, index.a), _mm256_shuffle_epi8(t, index.b)};
+}
+inline __m128i eight_bytes(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+inline F16 load_i8(const int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight_bytes(p))), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight_bytes(p + 8)))};
+}
+inline __m256 e8m0_half(const uint8_t* p) {
+    __m256i e = _mm256_slli_epi32(_mm256_cvtepu8_epi32(eight_bytes(p)), 23);
+    return _mm256_castsi256_ps(_mm256_max_epi32(e, _mm256_set1_epi32(0x00400000)));
+}
+inline F16 load_e8m0(const uint8_t* p) { return {e8m0_half(p), e8m0_half(p + 8)}; }
 
 #elif defined(COLIBRI_SIMD_NEON)
 
@@ -208,6 +248,28 @@ template <int K>
 inline F16 column(I8Line line) {
     COLIBRI_EACH(vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(line.v[i], vdupq_n_s32(24 - 8 * K)), 24)));
 }
+inline I8Line low_nibbles(I8Line x) {
+    for (int i = 0; i < 4; ++i) x.v[i] = vandq_s32(x.v[i], vdupq_n_s32(0x0f0f0f0f));
+    return x;
+}
+inline I8Line high_nibbles(I8Line x) {
+    for (int i = 0; i < 4; ++i) x.v[i] = vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x.v[i]), 4));
+    return x;
+}
+inline I8Line lookup(const int8_t* table, I8Line index) {
+    for (int i = 0; i < 4; ++i) index.v[i] = vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s32(index.v[i])));
+    return index;
+}
+inline F16 load_i8(const int8_t* p) {
+    int16x8_t low = vmovl_s8(vld1_s8(p)), high = vmovl_s8(vld1_s8(p + 8));
+    COLIBRI_EACH(vcvtq_f32_s32(vmovl_s16(i < 2 ? (i & 1 ? vget_high_s16(low) : vget_low_s16(low))
+                                               : (i & 1 ? vget_high_s16(high) : vget_low_s16(high)))));
+}
+inline F16 load_e8m0(const uint8_t* p) {
+    float v[16];
+    for (int i = 0; i < 16; ++i) v[i] = e8m0_to_float(p[i]);
+    return load(v);
+}
 #undef COLIBRI_EACH
 
 #else
@@ -250,6 +312,20 @@ inline I8Line load_line(const int8_t* p) {
 }
 template <int K>
 inline F16 column(I8Line line) { COLIBRI_EACH(static_cast<float>(line.v[4 * i + K])); }
+inline I8Line low_nibbles(I8Line x) {
+    for (int8_t& byte : x.v) byte &= 15;
+    return x;
+}
+inline I8Line high_nibbles(I8Line x) {
+    for (int8_t& byte : x.v) byte = (byte >> 4) & 15;
+    return x;
+}
+inline I8Line lookup(const int8_t* table, I8Line index) {
+    for (int8_t& byte : index.v) byte = table[byte & 15];
+    return index;
+}
+inline F16 load_i8(const int8_t* p) { COLIBRI_EACH(static_cast<float>(p[i])); }
+inline F16 load_e8m0(const uint8_t* p) { COLIBRI_EACH(e8m0_to_float(p[i])); }
 #undef COLIBRI_EACH
 
 #endif

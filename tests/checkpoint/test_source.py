@@ -76,9 +76,9 @@ def test_a_tensor_in_two_shards_is_refused(shards):
 
 
 def test_missing_tensors_and_unreadable_types_are_named(tmp_path, write_safetensors):
-    write_safetensors(tmp_path / "model.safetensors", {"w": ("F8_E4M3", np.zeros((2, 2), np.uint8))})
+    write_safetensors(tmp_path / "model.safetensors", {"w": ("F8_E5M2", np.zeros((2, 2), np.uint8))})
     source = Source(tmp_path)
-    with pytest.raises(ModelError, match="tensor w has type F8_E4M3, which this version cannot read; expected F32"):
+    with pytest.raises(ModelError, match="tensor w has type F8_E5M2, which this version cannot read; expected F32"):
         source.rows("w")
     with pytest.raises(ModelError, match="tensor v is missing from the checkpoint"):
         source.rows("v")

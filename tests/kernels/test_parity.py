@@ -31,17 +31,21 @@ def f32(*shape):
 
 def test_gemm_refuses_what_does_not_fit():
     matmul = kernels.load("gemm").matmul
-    memory, place = np.zeros(16 * 8 * 4, np.uint8), np.array([16, 8, 0, 0, 0, 0], np.int64)
+    memory, place = np.zeros(16 * 8 * 4, np.uint8), np.array([16, 8, 0, 0, 0, 0, 0], np.int64)
     matmul(f32(2, 8), memory, place, 1.0, None, f32(2, 16))
     for change, message in (
         (dict(x=f32(2, 7)), r"x.shape\[1\] must be 8 \(columns of the weight\), got 7"),
         (dict(out=f32(3, 16)), r"out.shape\[0\] must be 2 \(tokens of x\), got 3"),
         (dict(bias=f32(15)), r"bias.shape\[0\] must be 16"),
         (dict(memory=memory[:-1]), "matrix data at offset 0 with 512 bytes does not fit a region of 511"),
-        (dict(place=place[:5]), r"descriptor.shape\[0\] must be 6"),
-        (dict(place=np.array([16, 8, 9, 0, 0, 0], np.int64)), "matrix descriptor"),
-        (dict(place=np.array([16, 8, 0, -4, 0, 0], np.int64)), "offset -4"),
-        (dict(place=np.array([2**40, 8, 0, 0, 0, 0], np.int64)), "matrix descriptor"),
+        (dict(place=place[:5]), r"descriptor.shape\[0\] must be 7"),
+        (dict(place=np.array([16, 8, 9, 0, 0, 0, 0], np.int64)), "matrix descriptor"),
+        (dict(place=np.array([16, 8, 0, -4, 0, 0, 0], np.int64)), "offset -4"),
+        (dict(place=np.array([2**40, 8, 0, 0, 0, 0, 0], np.int64)), "matrix descriptor"),
+        (dict(place=np.array([16, 8, 4, 0, 64, -1, 48], np.int64)), "group is 48; expected 0"),
+        (dict(place=np.array([16, 8, 5, 0, 64, -1, 64], np.int64)), "group is 64; expected 0"),
+        (dict(place=np.array([16, 8, 4, 0, 512, -1, 32], np.int64)), "scales at offset 512 with 32 bytes"),
+        (dict(place=np.array([16, 8, 4, 0, 64, 500, 32], np.int64)), "zero points at offset 500 with 16 bytes"),
         (dict(threads=0), "threads must be 1 to 256, got 0"),
         (dict(block_size=8), "block_size must be at least 16, got 8"),
     ):
@@ -53,7 +57,7 @@ def test_gemm_refuses_what_does_not_fit():
 
 @pytest.mark.parametrize("x", [np.zeros((2, 8)), np.zeros((8, 2), np.float32).T, np.zeros(8, np.float32)])
 def test_wrong_types_and_strides_are_refused_and_never_copied(x):
-    memory, place = np.zeros(512, np.uint8), np.array([16, 8, 0, 0, 0, 0], np.int64)
+    memory, place = np.zeros(512, np.uint8), np.array([16, 8, 0, 0, 0, 0, 0], np.int64)
     with pytest.raises(TypeError, match="incompatible function arguments"):
         kernels.load("gemm").matmul(x, memory, place, 1.0, None, f32(2, 16))
 
@@ -91,7 +95,7 @@ def test_ffn_refuses_experts_and_buffers_that_do_not_exist():
         ffn.fill_buckets(np.array([[2]], np.int32), np.zeros(3, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(2, np.int32), 2)
     zero = np.zeros(1, np.int32)
     with pytest.raises(ValueError, match="buffer 0 of 0 does not exist"):
-        ffn.experts(f32(1, 8), np.zeros((0, 64), np.uint8), zero, zero, np.zeros((1, 3, 6), np.int64), np.ones((1, 3), np.float32),
+        ffn.experts(f32(1, 8), np.zeros((0, 64), np.uint8), zero, zero, np.zeros((1, 3, 7), np.int64), np.ones((1, 3), np.float32),
                     np.array([0, 1], np.int32), zero, f32(1, 8), f32(1, 8))  # fmt: skip
 
 
