@@ -137,14 +137,14 @@ template <>
 struct Columns<Format::int4> {
     I8Line line;
     explicit Columns(const uint8_t* at) : line(load_line(reinterpret_cast<const int8_t*>(at))) {}
-    void get(int part, F16* w) const { four_columns(part ? high_nibbles(line) : low_nibbles(line), w); }
+    void get(int part, F16* w) const { four_columns(part ? high_codes(line) : low_codes(line), w); }
 };
 template <>
 struct Columns<Format::mxfp4> {  // twice the E2M1 number: a small integer
     static constexpr int8_t kTwice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     I8Line line;
     explicit Columns(const uint8_t* at) : line(load_line(reinterpret_cast<const int8_t*>(at))) {}
-    void get(int part, F16* w) const { four_columns(lookup(kTwice, part ? high_nibbles(line) : low_nibbles(line)), w); }
+    void get(int part, F16* w) const { four_columns(lookup(kTwice, part ? high_codes(line) : low_codes(line)), w); }
 };
 
 }  // namespace colibri

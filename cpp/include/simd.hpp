@@ -118,9 +118,9 @@ inline F16 column(I8Line line) {
     __m512i top = K == 3 ? line.v : _mm512_slli_epi32(line.v, 24 - 8 * K);
     return {_mm512_cvtepi32_ps(_mm512_srai_epi32(top, 24))};
 }
-// Of every byte the low or the high four bits; entry [byte] of a table of 16.
-inline I8Line low_nibbles(I8Line a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
-inline I8Line high_nibbles(I8Line a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+// Of every byte the low or the high four bits, a 4-bit code; entry [byte] of a table of 16.
+inline I8Line low_codes(I8Line a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+inline I8Line high_codes(I8Line a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
 inline I8Line lookup(const int8_t* table, I8Line index) {
     __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), index.v)};
@@ -185,11 +185,11 @@ template <int K>
 inline F16 column(I8Line line) {
     return {column_half<K>(line.a), column_half<K>(line.b)};
 }
-inline I8Line low_nibbles(I8Line x) {
+inline I8Line low_codes(I8Line x) {
     __m256i mask = _mm256_set1_epi8(15);
     return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
 }
-inline I8Line high_nibbles(I8Line x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+inline I8Line high_codes(I8Line x) { return low_codes({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
 inline I8Line lookup(const int8_t* table, I8Line index) {
     __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
     return {_mm256_shuffle_epi8(t, index.a), _mm256_shuffle_epi8(t, index.b)};
@@ -248,11 +248,11 @@ template <int K>
 inline F16 column(I8Line line) {
     COLIBRI_EACH(vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(line.v[i], vdupq_n_s32(24 - 8 * K)), 24)));
 }
-inline I8Line low_nibbles(I8Line x) {
+inline I8Line low_codes(I8Line x) {
     for (int i = 0; i < 4; ++i) x.v[i] = vandq_s32(x.v[i], vdupq_n_s32(0x0f0f0f0f));
     return x;
 }
-inline I8Line high_nibbles(I8Line x) {
+inline I8Line high_codes(I8Line x) {
     for (int i = 0; i < 4; ++i) x.v[i] = vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x.v[i]), 4));
     return x;
 }
@@ -312,11 +312,11 @@ inline I8Line load_line(const int8_t* p) {
 }
 template <int K>
 inline F16 column(I8Line line) { COLIBRI_EACH(static_cast<float>(line.v[4 * i + K])); }
-inline I8Line low_nibbles(I8Line x) {
+inline I8Line low_codes(I8Line x) {
     for (int8_t& byte : x.v) byte &= 15;
     return x;
 }
-inline I8Line high_nibbles(I8Line x) {
+inline I8Line high_codes(I8Line x) {
     for (int8_t& byte : x.v) byte = (byte >> 4) & 15;
     return x;
 }
