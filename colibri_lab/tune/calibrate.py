@@ -105,8 +105,9 @@ def calibrate(
         raise SettingError(
             f"calibration: only {len(decode)} tokens were decoded; give a shorter prompt or more max_seq_len"
         )
-    good = np.array([share >= CLEAN for _, share in decode])
-    used = good if good.sum() >= ENOUGH else np.ones(len(decode), bool)
+    shares = np.array([share for _, share in decode])
+    good = shares >= CLEAN
+    used = good if good.sum() >= max(ENOUGH, len(decode) // 4) else shares >= np.median(shares)
     served = serve(trace, **serve_settings(lab.settings, shape))
     steps = [step for step, _ in decode]
     costs, factor = _fit(run, steps, used, served, shape, lab, reads)

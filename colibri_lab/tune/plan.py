@@ -193,11 +193,12 @@ def _from_probe(
     else:
         found = probe.stored() or probe.probe(seconds=10, progress=progress)
     rates = None if disk is None else Rates.constant(disk, 0.1)
-    kinds = {name: shape.in_format(name) for name in formats or [shape.formats[0]]}
-    made = {
-        name: predict.from_probe(one, found, room or found.available_bytes, dict(settings), trace, prompt_tokens, rates)
-        for name, one in kinds.items()
-    }
+    made: dict[str, Predictor] = {}
+    room = room or found.available_bytes
+    for name in formats or [shape.formats[0]]:
+        like = next(iter(made.values()), None)
+        one = shape.in_format(name)
+        made[name] = predict.from_probe(one, found, room, dict(settings), trace, prompt_tokens, rates, like)
     return found.machine, made
 
 

@@ -369,16 +369,20 @@ def from_probe(
     trace: Trace | None = None,
     prompt: int = 32,
     disk: Rates | None = None,
+    like: Predictor | None = None,
 ) -> Predictor:
-    """A predictor for a model that has not run: costs from kernel speeds, rates from the probe or as given."""
-    traces, said = routing_of(shape, trace, prompt)
+    """A predictor for a model that has not run: costs from kernel speeds, rates from the probe or as given.
+
+    `like` is a predictor of the same model in another number format, whose replays are used again.
+    """
+    traces, said = (like.traces, like.assumptions[:-1]) if like else routing_of(shape, trace, prompt)
     device = disk or Rates.of_rows([row for row in probe.disk if row["how"] != "cached"] or probe.disk, "probe")
     cached = Rates.of_rows([{**row, "block_bytes": 1} for row in probe.page_cache], "probe")
     if device is None:
         raise SettingError("the probe has no disk rates; run `colibri probe --path DIR` or give --disk")
     costs = estimate(shape, probe, base.get("threads"))
-    said.append(f"costs from {costs.source}; no run of this model has confirmed them")
+    said = [*said, f"costs from {costs.source}; no run of this model has confirmed them"]
     return Predictor(
         shape, traces, costs, {"pread": (device, cached or device), "mmap": (device, cached or device), "direct": (device, None)},
-        {}, memory, base, assumptions=said,
+        {}, memory, base, assumptions=said, _served=like._served if like else {},
     )  # fmt: skip
