@@ -23,6 +23,8 @@ _HOMES = {
     "routers": ("engine.routers", None),
     "routing": ("routing", None),
     "exercises": ("exercises", None),
+    "make_model": ("checkpoint.make_model", "make_model"),
+    "memory_plan": ("tune.memory_plan", "memory_plan"),
     "kernels": ("kernels", None),
     "ui": ("ui", None),
     "errors": ("errors", None),

@@ -229,8 +229,18 @@ _ALL = (
     Setting("kv_cache_type", str, "paged", "paged allocates the KV cache page by page; naive takes max_seq_len at once",
             choices=("paged", "naive")),
     Setting("page_size", int, 256, "tokens per KV page", minimum=1, maximum=65536),
+    Setting("kv_dtype", str, "fp32", "numbers of the KV cache; fp16 halves it", choices=("fp32", "fp16"), changes_tokens=True),
     Setting("max_seq_len", int, None, "most tokens of prompt and answer together. Default: 4096 or what the model was "
             "trained for, whichever is less", minimum=1),
+    Setting("max_batch_size", int, 1, "most sequences open at once; each has arenas and KV pages of its own", minimum=1,
+            maximum=1024),
+    Setting("memory", str, None, "most bytes for the model, as \"2 GiB\": as many slots as fit", also=parse_size),
+    Setting("dynamic_arena", bool, False, "arenas begin small and grow on demand; otherwise the peak is reserved at once"),
+    Setting("pool_size", str, None, "bytes of the memory pool, as \"512 MiB\". Default: what the plan needs", also=parse_size),
+    Setting("pool_power_of_two", bool, False, "refuse a pool_size that is no power of two; round the default up to one"),
+    Setting("huge_pages", bool, False, "ask the system for huge pages behind the memory pool"),
+    Setting("prefault", bool, False, "touch all memory when the model is opened, so that no step waits for a page"),
+    Setting("check_memory", bool, False, "poison unused scratch memory and check it after every step; slow, for debugging"),
     Setting("prefill_chunk", int, 256, "prompt tokens that go through the model at once", minimum=1, maximum=65536),
     Setting("gemm_block_size", int, 64, "output rows one thread takes at a time in matrix products", minimum=16, maximum=4096),
     Setting("activations", str, "fp32", "what integer weights are multiplied with: float32 activations, or activations rounded "

@@ -20,9 +20,9 @@ from .engine.routers import PAD, RouterHook, describe
 from .engine.tokenizer import Tokenizer
 from .engine.watch import Watch
 from .errors import ColibriError, SettingError, TokenizerError
-from .kernels import load, simd
+from .kernels import load
 from .telemetry import Step
-from .units import parse_size
+from .tune.memory_plan import MemoryPlan, ModelFacts, make_plan
 
 
 class Lab:
@@ -38,8 +38,12 @@ class Lab:
         self.container = Container.open(self.path, allow_fp32=given["allow_fp32"])
         self.config, self.name = self.container.config, str(self.container.info["source"])
         self.tokenizer = _checked_tokenizer(self.container)
-        self.settings = _effective(given, self.container)
+        self._facts = ModelFacts.of_container(self.container)
+        self.plan: MemoryPlan = make_plan(self._facts, given, machine.memory()[1])
+        self.settings = self.plan.settings
         self.engine = Engine(self.container, self.settings)
+        if self.settings["prefault"]:
+            self.engine.prefault()
         self.last_run: Run | None = None
         self._stop = threading.Event()
         self._busy = threading.Lock()
@@ -133,17 +137,12 @@ class Lab:
         finally:
             engine.observers.remove(watch)
 
-    def memory(self) -> dict[str, int]:
-        """Bytes by part: what is mapped or allocated now. Slots count whole, filled or not."""
-        engine, cache = self.engine, self.engine.cache
-        parts = {
-            "dense_bytes": sum(f.stat().st_size for f in (self.path / "dense").iterdir()),
-            "router_bytes": sum(layer.router.linear.nbytes for layer in engine.layers if layer.router),
-            "slots_bytes": cache.first_transient * cache.slot_bytes,
-            "transient_bytes": cache.transient_buffers * cache.slot_bytes,
-            "kv_cache_bytes": engine.kv.nbytes,
-            "scratch_bytes": engine.work.nbytes,
-        }
+    def memory(self, peak: bool = False) -> dict[str, int]:
+        """Bytes by part, as in `plan`: what is mapped or allocated now, or with `peak` the most since the model is open.
+
+        Slots and pages count whole, filled or not. `lab.engine.pool.touched()` tells what the system really gave.
+        """
+        parts = self.engine.memory(peak)
         return {**parts, "total_bytes": sum(parts.values())}
 
     def residency(self) -> np.ndarray:
@@ -161,15 +160,27 @@ class Lab:
             self.engine.cache.reset()
 
     def configure(self, **settings) -> None:
-        """Change settings of scope "open" while the model stays open; the expert cache starts cold."""
+        """Change settings of scope "open" while the model stays open; the expert cache starts cold.
+
+        Raises `MemoryPlanError` before anything changes; a failure later on leaves the model open as it was, but cold.
+        """
         with self._exclusive():
             known = {name: value for name, value in self.settings.items() if name in SETTINGS}
             given = resolve({**known, **settings}, "open")
             if settings.get("scope", self.settings["scope"]) != self.settings["scope"] and "expert_cache_slots" not in settings:
                 given["expert_cache_slots"] = None
-            effective = _effective(given, self.container)
-            self.engine = Engine(self.container, effective)
-            self.settings = effective
+            if "memory" in settings and "expert_cache_slots" not in settings:
+                given["expert_cache_slots"] = None
+            elif "memory" not in settings:
+                given["memory"] = None
+            plan = make_plan(self._facts, given, machine.memory()[1] + self.engine.pool.size)
+            self.engine = None  # its memory must be free before the next one is made
+            try:
+                self.engine = Engine(self.container, plan.settings)
+            except BaseException:
+                self.engine = Engine(self.container, self.settings)
+                raise
+            self.plan, self.settings = plan, plan.settings
 
     def warmup(self, runs: int = 1) -> None:
         """Fill the cache with dummy generations (one token of prompt, a few of answer); the counters of later runs do not see them."""
@@ -269,37 +280,3 @@ def _checked_tokenizer(container: Container) -> Tokenizer:
             f"{found['sha256'][:12]}…; copy the right file back or convert again"
         )
     return Tokenizer(container.dir)
-
-
-def _effective(settings: dict, container: Container) -> dict:
-    """Settings with every "auto" replaced by the value in force. Raises `SettingError` for a context beyond training."""
-    config, s = container.config, dict(settings)
-    trained = container.info.get("max_seq_len") or config.max_position_embeddings
-    if s["max_seq_len"] is None:
-        s["max_seq_len"] = min(4096, trained)
-    if s["max_seq_len"] > config.max_position_embeddings:
-        raise SettingError(
-            f"max_seq_len must be at most {config.max_position_embeddings}, the positions {config.family} was trained for, "
-            f"got {s['max_seq_len']}"
-        )
-    layers = len(config.moe_layers) if s["scope"] == "global" else 1
-    if s["expert_cache_slots"] is None:
-        s["expert_cache_slots"] = 4 * config.top_k * layers
-    elif isinstance(s["expert_cache_slots"], str):
-        each = container.slot_bytes if s["scope"] == "global" else container.slot_bytes * len(config.moe_layers)
-        wanted = parse_size(s["expert_cache_slots"], "expert_cache_slots")
-        s["expert_cache_slots"] = wanted // each
-        if not s["expert_cache_slots"]:
-            raise SettingError(
-                f"expert_cache_slots {wanted} bytes hold no slot{'' if s['scope'] == 'global' else ' per layer'}: at least "
-                f"{each} bytes are needed"
-            )
-    s["expert_cache_slots"] = min(s["expert_cache_slots"], container.blocks * layers)
-    if s["router_offload"] == "gpu":
-        raise SettingError("router_offload 'gpu': there is no device backend; use cpu, or none with experts from elsewhere")
-    if s["router_offload"] == "none" and s["prefetch"] == "lookahead":
-        raise SettingError("prefetch 'lookahead' runs the router early, router_offload 'none' never: change one of them")
-    if s["threads"] is None:
-        s["threads"] = machine.cores()[0]
-    s["simd"] = simd()
-    return s

@@ -8,7 +8,6 @@ buffers, which are counted in memory like slots.
 
 from __future__ import annotations
 
-import mmap
 import warnings
 
 import numpy as np
@@ -16,6 +15,9 @@ import numpy as np
 from .. import kernels
 from ..checkpoint.container import Container
 from ..config import read_pairs
+from ..engine.memory import MemoryPool
+from ..engine.sizes import blocks as whole_blocks
+from ..engine.sizes import transient_buffers
 from ..errors import SettingError, StorageError
 from ..units import parse_rate, parse_size
 from . import policies
@@ -103,25 +105,24 @@ def _members(blocks: list[int], ids: np.ndarray, block_size: int) -> list[list[i
 class ExpertCache:
     """Slots in memory, kept full by the policy. See the module's first paragraph.
 
-    `memory` (buffers, slot_bytes) uint8 holds a block in each row; rows are slots, then transient buffers. `clock` gives
+    `memory` (buffers, slot_bytes) uint8 holds a block in each row; rows are slots, then transient buffers, all from the
+    pool's coarse view, whose unit must be the slot. `clock` gives
     nanoseconds; with modelled storage it runs as if the modelled device had been waited for.
     """
 
-    def __init__(self, container: Container, settings: dict):
+    def __init__(self, container: Container, settings: dict, pool: MemoryPool):
         config = container.config
         self.container, self.layers, self.blocks = container, config.moe_layers, container.blocks
         self.block_size, self.settings = container.block_size, settings
         self.lanes, self.slots = settings["loader_threads"], settings["expert_cache_slots"]
         pools = 1 if settings["scope"] == "global" else len(self.layers)
         self.first_transient = self.slots * pools
-        # Where everything has a slot nothing ever streams through, unless the policy keeps only a chosen set.
-        streams = self.first_transient < len(self.layers) * self.blocks or settings["policy"] == "static-pin"
-        self.transient_buffers = min(self.blocks, max(4, 2 * self.lanes)) if streams else 0
+        self.transient_buffers = transient_buffers(self.first_transient, len(self.layers), self.blocks, settings)
 
         buffers = self.first_transient + self.transient_buffers
-        self.slot_bytes = -(-container.slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._region = mmap.mmap(-1, buffers * self.slot_bytes)  # page-aligned; the system fills pages when touched
-        self.memory = np.frombuffer(self._region, np.uint8).reshape(buffers, self.slot_bytes)
+        self.slot_bytes = whole_blocks(container.slot_bytes)
+        offset = pool.allocate(buffers * self.slot_bytes, "slots", coarse=True)
+        self.memory = pool.array(offset, (buffers, self.slot_bytes), np.uint8)
         self._open_storage()
         self._core = kernels.load("expert_cache").ExpertCache(
             len(self.layers), self.blocks, self.slots, settings["scope"], settings["policy"], lookup=settings["lookup"],
@@ -143,6 +144,8 @@ class ExpertCache:
     def _open_storage(self) -> None:
         s, headers = self.settings, [self.container.block_layout(layer, b) for layer in self.layers for b in range(self.blocks)]
         self._bytes = [h.payload_bytes for h in headers]
+        largest = max(h.payload_offset + h.payload_bytes for h in headers)
+        self.window_bytes = self.lanes * largest if s["storage"] == "mmap" else 0  # mapped by loader threads at once
         mode = "pread" if s["storage"] == "modelled" else s["storage"]
         self._loader = kernels.load("storage").BlockLoader(
             [str(h.path) for h in headers], [h.payload_offset for h in headers], self._bytes, mode, self.lanes, self.memory

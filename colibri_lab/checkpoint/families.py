@@ -364,6 +364,11 @@ def check_config(config: ModelConfig) -> None:
         raise ModelError(f"rotary dimensions: expected an even number up to {c.head_dim}, found {c.rope.dims}")
 
 
+def default_fields(family: str) -> dict:
+    """Every config.json field that is read of this family, in canonical names, with its default."""
+    return {**_BASE, **FAMILIES[family].defaults}
+
+
 def tensor_names(config: ModelConfig, layer: int | None = None) -> dict[str, str]:
     """Our tensor name → Hugging Face name: of the whole model's tensors, or of one layer's (experts aside)."""
     if layer is None:

@@ -7,31 +7,30 @@ import numpy as np
 from .. import kernels
 from ..checkpoint.container import Tensor
 from .linear import FIELDS, Linear, descriptor
-from .workspace import Workspace
 
 
 class DenseFeedForward:
     """down(silu(gate x) * up x) with weights that stay where they are mapped: one expert that every token visits."""
 
-    def __init__(self, payload: np.ndarray, gate: Tensor, up: Tensor, down: Tensor, work: Workspace, options: dict):
+    def __init__(self, payload: np.ndarray, gate: Tensor, up: Tensor, down: Tensor, options: dict):
         self.memory = payload.reshape(1, -1)
         self.descriptors = np.array([[descriptor(t) for t in (gate, up, down)]], np.int64)
         self.factors = np.array([[t.factor for t in (gate, up, down)]], np.float32)
         self.width = gate.shape[0]
         self.nbytes = gate.nbytes + up.nbytes + down.nbytes
-        self.work, self.options = work, options
+        self.options = options
         self._zero = np.zeros(1, np.int32)
         self._experts = kernels.load("ffn").experts
 
-    def __call__(self, x: np.ndarray, name: str) -> np.ndarray:
-        """x (tokens, hidden) → (tokens, hidden), in scratch called `name`."""
+    def __call__(self, x: np.ndarray, arena) -> np.ndarray:
+        """x (tokens, hidden) → (tokens, hidden) in the arena."""
         tokens = len(x)
-        offsets = self.work.take("dense_offsets", (2,), np.int32)
+        offsets = arena.take((2,), np.int32)
         offsets[:] = 0, tokens
-        token_of = self.work.take("dense_token_of", (tokens,), np.int32)
+        token_of = arena.take((tokens,), np.int32)
         token_of[:] = np.arange(tokens)
-        out = self.work.take(name, x.shape)
-        hidden = self.work.take("ffn_hidden", (tokens, self.width))
+        out = arena.take(x.shape, np.float32)
+        hidden = arena.take((tokens, self.width), np.float32)
         self._experts(
             x, self.memory, self._zero, self._zero, self.descriptors, self.factors, offsets, token_of, hidden, out,
             **self.options,
@@ -45,10 +44,10 @@ class SharedExpert:
     def __init__(self, ffn: DenseFeedForward, score: Linear | None):
         self.ffn, self.score = ffn, score
 
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        y = self.ffn(x, "shared_out")
+    def __call__(self, x: np.ndarray, arena) -> np.ndarray:
+        y = self.ffn(x, arena)
         if self.score is not None:
-            y *= 1.0 / (1.0 + np.exp(-self.score(x)))
+            y *= 1.0 / (1.0 + np.exp(-self.score(x, arena.take((len(x), 1), np.float32))))
         return y
 
 
@@ -59,44 +58,45 @@ class RoutedExperts:
     token's experts in router order: the order of `run` calls cannot change the result.
     """
 
-    def __init__(self, tables: list[tuple[dict, ...]], num_experts: int, work: Workspace, options: dict):
+    def __init__(self, tables: list[tuple[dict, ...]], num_experts: int, options: dict):
         self.descriptors, self.factors = _expert_tables(tables, num_experts)
         self.width = int(self.descriptors[0, 0, 0])
-        self.work, self.options = work, options
+        self.options = options
         # expert → its place among the step's active experts; one more for PAD, which clips to it and is left out
         self._place = np.full(num_experts + 1, -1, np.int32)
         kernel = kernels.load("ffn")
         self._experts, self._combine, self._fill = kernel.experts, kernel.combine, kernel.fill_buckets
 
-    def bucket(self, x: np.ndarray, ids: np.ndarray, active: np.ndarray) -> None:
+    def bucket(self, x: np.ndarray, ids: np.ndarray, active: np.ndarray, arena) -> None:
         """Start a step. x (tokens, hidden); ids (tokens, k) uint16, PAD where there is none; active (n,) int32: the
-        distinct experts in computing order."""
-        take, tokens, k = self.work.take, len(x), ids.shape[1]
+        distinct experts in computing order. Everything until `combine` lives in the arena."""
+        take, tokens, k = arena.take, len(x), ids.shape[1]
+        self.arena = arena
         self._place[active] = np.arange(len(active), dtype=np.int32)
-        local = np.take(self._place, ids, out=take("local", ids.shape, np.int32), mode="clip")
+        local = np.take(self._place, ids, out=take(ids.shape, np.int32), mode="clip")
         self.x, self.active = x, active
-        self.offsets = take("offsets", (len(active) + 1,), np.int32)
-        self.token_of = take("token_of", (tokens * k,), np.int32)
-        self.row_of = take("row_of", ids.shape, np.int32)
-        self._fill(
-            local, self.offsets, self.token_of, self.row_of, take("cursor", (len(active),), np.int32), len(active)
-        )
-        self.rows = take("expert_rows", (tokens * k, x.shape[1]))
+        self.offsets = take((len(active) + 1,), np.int32)
+        self.token_of = take((tokens * k,), np.int32)
+        self.row_of = take(ids.shape, np.int32)
+        self._fill(local, self.offsets, self.token_of, self.row_of, take((len(active),), np.int32), len(active))
+        self.rows = take((tokens * k, x.shape[1]), np.float32)
 
     def run(self, memory: np.ndarray, buffers: np.ndarray, first: int, last: int) -> None:
         """Compute active experts first … last - 1, found in rows `buffers` (int32) of `memory` (buffers, bytes)."""
         if first == last:
             return
         r0, r1 = int(self.offsets[first]), int(self.offsets[last])
-        hidden = self.work.take("ffn_hidden", (r1 - r0, self.width))
+        start = self.arena.mark()
+        hidden = self.arena.take((r1 - r0, self.width), np.float32)
         self._experts(
             self.x, memory, buffers, self.active[first:last], self.descriptors, self.factors,
             self.offsets[first : last + 1] - r0, self.token_of[r0:r1], hidden, self.rows[r0:r1], **self.options,
         )  # fmt: skip
+        self.arena.rewind(start)
 
     def combine(self, weights: np.ndarray) -> np.ndarray:
         """weights (tokens, k) → the layer's output (tokens, hidden)."""
-        y = self.work.take("experts_out", self.x.shape)
+        y = self.arena.take(self.x.shape, np.float32)
         self._combine(self.rows, self.row_of, weights, y, self.options["threads"])
         return y
 

@@ -7,6 +7,7 @@ import numpy as np
 from .. import kernels
 from ..checkpoint import formats, packing
 from ..checkpoint.container import Tensor
+from ..config import ModelConfig
 
 KIND_CODES = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "int4": 4, "mxfp4": 5}  # Format in cpp/include/matrix.hpp
 FIELDS = 7  # numbers in a descriptor
@@ -32,10 +33,11 @@ class Linear:
     def __init__(self, payload: np.ndarray, tensor: Tensor, options: dict, bias: np.ndarray | None = None):
         if tensor.layout == "rows16":
             self._memory, place = payload, descriptor(tensor)
-        else:  # a version-0 or .npy file: packed here, once
+        else:  # float32 matrices are stored row by row: packed here, once
             self._memory, place = pack_float32(tensor.array())
         self.rows, self.cols = tensor.shape
         self.nbytes = tensor.nbytes
+        self.packed_bytes = self._memory.nbytes if tensor.layout != "rows16" else 0
         self._place = np.array(place, np.int64)
         self._factor, self._bias = tensor.factor, bias
         self._options = (options["threads"], options["block_size"], options["int8_activations"])
@@ -46,6 +48,12 @@ class Linear:
             out = np.empty((len(x), self.rows), np.float32)
         self._matmul(x, self._memory, self._place, self._factor, self._bias, out, *self._options)
         return out
+
+
+def packed_bytes(config: ModelConfig) -> int:
+    """Bytes of the matrices that `Linear` packs in memory: routers, and the scores of gated shared experts."""
+    rows = config.num_experts, *((1,) if config.shared == "gated" else ())
+    return len(config.moe_layers) * sum(packing.stored_bytes((n, config.hidden_size), "fp32", "rows16") for n in rows)
 
 
 def pack_float32(values: np.ndarray) -> tuple[np.ndarray, list[int]]:

@@ -19,6 +19,7 @@ from ..units import format_size
 
 TAGS = {"slots": 1, "kv": 2, "arena": 3, "rotary": 4, "other": 5}  # 0 is free
 ARENAS = ("prefill", "decode", "router", "expert_compute")
+ALIGN = 64  # kArenaAlign in cpp/arena_core.hpp
 BLOCK = 4096  # kBlockBytes in cpp/memory_pool_core.hpp
 NEARLY_FULL = 0.9
 
@@ -157,21 +158,42 @@ class ArenaCounts:
         return self.capacity / self.requested if self.requested else None
 
 
+class Extra:
+    """Chunks from outside the pool, for steps that need more than was planned."""
+
+    def __init__(self):
+        self.allowed, self.now, self.peak = False, 0, 0
+
+    def chunk(self, size: int) -> np.ndarray:
+        """uint8 on a multiple of 64, freed when the arena lets go of it."""
+        raw = np.empty(size + ALIGN, np.uint8)
+        start = -raw.ctypes.data % ALIGN
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        return raw[start : start + size]
+
+
 class Arenas:
     """The four arenas of one request, out of the pool. Each is a kernel `Arena` (cpp/arena.cpp): take, mark, rewind, reset.
 
     `sizes` are bytes by name. With `growing` they are first sizes: a full arena takes another chunk from the pool, as
-    large as all it has, and merges its chunks at the next reset, when nothing points into them. Otherwise a full arena
-    raises `MemoryPlanError`. `checks` poisons what is not handed out (cpp/arena_core.hpp).
+    large as all it has, and merges its chunks at the end of the step, when nothing points into them. Otherwise a full
+    arena raises `MemoryPlanError`, unless `beyond_plan` allows memory from outside the pool until the end of the step.
+    `checks` poisons what is not handed out (cpp/arena_core.hpp).
     """
 
     def __init__(self, pool: MemoryPool, sizes: dict[str, int], growing: bool = False, checks: bool = False):
-        self._pool, self._runs = pool, {name: [] for name in ARENAS}
+        self._pool, self._growing = pool, growing
+        self._runs: dict[str, list[tuple[int, int]]] = {name: [] for name in ARENAS}  # (offset, bytes) of chunks
+        self._extra = Extra()
         make = kernels.load("arena").Arena
         for name in ARENAS:
-            setattr(self, name, make(self._grower(name, growing), checks))
+            setattr(self, name, make(self._grower(name), checks))
             self._add_chunk(name, sizes[name])
-        self._grown = dict.fromkeys(ARENAS, 0)
+
+    def beyond_plan(self, allowed: bool) -> None:
+        """Whether a step may need more than was planned: a router in the place of the model's may choose more experts."""
+        self._extra.allowed = allowed
 
     def of(self, phase: str):
         """The arena that holds the activations of a step of this phase."""
@@ -185,11 +207,12 @@ class Arenas:
                 arena.reset()
             except RuntimeError as error:
                 raise KernelError(f"{name} {error}; a kernel writes outside the arrays it was given") from None
-            if len(self._runs[name]) > 1:
-                size = arena.counts()["high_water_bytes"]
+            if self._extra.now or len(self._runs[name]) > 1:
+                size = arena.counts()["high_water_bytes"] if self._growing else self._runs[name][0][1]
                 arena.drop_chunks()
                 self._release(name)
                 self._add_chunk(name, size)
+        self._extra.now = 0
 
     def close(self) -> None:
         """Give all memory back to the pool."""
@@ -223,14 +246,26 @@ class Arenas:
         while self._runs[name]:
             self._pool.release(self._runs[name].pop()[0])
 
-    def _grower(self, name: str, growing: bool):
-        pool, runs = self._pool, self._runs[name]  # not self: an arena must not hold what holds it
+    @property
+    def extra_bytes(self) -> tuple[int, int]:
+        """Bytes from outside the pool: now, and the most there ever were at once."""
+        return self._extra.now, self._extra.peak
+
+    def _grower(self, name: str):
+        # Not self: an arena must not hold what holds it.
+        pool, runs, growing, extra = self._pool, self._runs[name], self._growing, self._extra
 
         def grow(needed: int) -> np.ndarray:
             has = sum(size for _, size in runs)
-            if not growing:
+            if growing:
+                try:
+                    return _chunk(pool, runs, max(needed, has))
+                except PoolExhausted:
+                    if not extra.allowed:
+                        raise
+            elif not extra.allowed:
                 raise MemoryPlanError(f"arena {name}: {needed} bytes more are needed than the {has} that were planned")
-            return _chunk(pool, runs, max(needed, has))
+            return extra.chunk(max(needed, has))
 
         return grow
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,6 @@ from .. import kernels
 from ..config import RouterConfig
 from ..errors import ModelError, did_you_mean
 from .linear import Linear
-from .workspace import Workspace
 
 KINDS = {"softmax": 0, "topk_softmax": 1, "sigmoid_group": 2}  # RouterKind in cpp/router_core.hpp
 
@@ -74,34 +72,18 @@ class RoutedLayer:
 class Router:
     """Linear scores, then `route`, for one layer."""
 
-    def __init__(
-        self,
-        index: int,
-        config: RouterConfig,
-        k: int,
-        linear: Linear,
-        bias: np.ndarray | None,
-        work: Workspace,
-        threads: int,
-    ):
-        self.index, self.config, self.k, self.linear, self.bias = index, config, k, linear, bias
-        self.work, self.threads, self.scratch = work, threads, "router"
+    def __init__(self, index: int, config: RouterConfig, k: int, linear: Linear, bias: np.ndarray | None, threads: int):
+        self.index, self.config, self.k, self.linear, self.bias, self.threads = index, config, k, linear, bias, threads
 
-    def copy_for(self, scratch: str) -> Router:
-        """The same router with scratch of its own, so that two results can be looked at together."""
-        other = copy.copy(self)
-        other.scratch = scratch
-        return other
+    def logits(self, x: np.ndarray, arena) -> np.ndarray:
+        """x (tokens, hidden) → (tokens, experts) float32 in the arena."""
+        return self.linear(x, arena.take((len(x), self.linear.rows), np.float32))
 
-    def logits(self, x: np.ndarray) -> np.ndarray:
-        """x (tokens, hidden) → (tokens, experts) float32, in scratch."""
-        return self.linear(x, self.work.take(f"{self.scratch}_logits", (len(x), self.linear.rows)))
-
-    def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x (tokens, hidden) → ids (tokens, k) uint16 and weights (tokens, k) float32."""
-        logits = self.logits(x)
-        ids = self.work.take(f"{self.scratch}_ids", (len(x), self.k), np.uint16)
-        weights = self.work.take(f"{self.scratch}_weights", (len(x), self.k))
+    def __call__(self, x: np.ndarray, arena) -> tuple[np.ndarray, np.ndarray]:
+        """x (tokens, hidden) → ids (tokens, k) uint16 and weights (tokens, k) float32, in the arena."""
+        logits = self.logits(x, arena)
+        ids = arena.take((len(x), self.k), np.uint16)
+        weights = arena.take((len(x), self.k), np.float32)
         return _route_into(logits, self.config, self.bias, ids, weights, self.threads)
 
     def seen(self, token_ids: np.ndarray, position: int) -> RoutedLayer:

@@ -10,9 +10,8 @@ import math
 from dataclasses import dataclass
 
 from ..config import ModelConfig
-from .memory import ARENAS, BLOCK
+from .memory import ALIGN, ARENAS, BLOCK
 
-ALIGN = 64  # kArenaAlign in cpp/arena_core.hpp
 ITEM = {"fp32": 4, "fp16": 2}  # bytes of one key or value
 GROWING = 4  # a growing arena never has more than so many times its peak (chunks at least double it)
 
@@ -62,12 +61,13 @@ def engine_sizes(config: ModelConfig, slot_bytes: int, blocks_per_layer: int, se
     """`settings` are effective settings of scope "open"; `slot_bytes` of the largest expert block."""
     s = settings
     page_size, page_bytes = page_shape(config, s)
+    slots = s["expert_cache_slots"] * (1 if s["scope"] == "global" else len(config.moe_layers))
     peaks = arena_peaks(config, min(s["prefill_chunk"], s["max_seq_len"]), s)
     arenas = arena_peaks(config, 1, s) if s["dynamic_arena"] else peaks
     return EngineSizes(
         slot_bytes=blocks(slot_bytes),
-        slots=s["expert_cache_slots"] * (1 if s["scope"] == "global" else len(config.moe_layers)),
-        transient=transient_buffers(s["expert_cache_slots"], blocks_per_layer, s["loader_threads"]),
+        slots=slots,
+        transient=transient_buffers(slots, len(config.moe_layers), blocks_per_layer, s),
         page_size=page_size,
         page_bytes=page_bytes,
         pages=-(-s["max_seq_len"] // page_size) * s["max_batch_size"],
@@ -79,9 +79,11 @@ def engine_sizes(config: ModelConfig, slot_bytes: int, blocks_per_layer: int, se
     )
 
 
-def transient_buffers(slots: int, blocks_per_layer: int, lanes: int) -> int:
-    """Buffers for blocks that a step needs beyond its slots; none when every block of a layer has a slot."""
-    return min(blocks_per_layer, max(4, 2 * lanes)) if slots < blocks_per_layer else 0
+def transient_buffers(slots: int, layers: int, blocks_per_layer: int, settings: dict) -> int:
+    """Buffers for blocks that stream through, given the slots in all: none where every block has a slot, unless the
+    policy keeps only a chosen set."""
+    streams = slots < layers * blocks_per_layer or settings["policy"] == "static-pin"
+    return min(blocks_per_layer, max(4, 2 * settings["loader_threads"])) if streams else 0
 
 
 def page_shape(config: ModelConfig, settings: dict) -> tuple[int, int]:

@@ -250,9 +250,9 @@ def test_any_number_of_experts_per_token_is_summed_as_chosen(tiny, ids, router, 
     monkeypatch.setattr(
         experts,
         "bucket",
-        lambda x, chosen, active, was=experts.bucket: (
+        lambda x, chosen, active, arena, was=experts.bucket: (
             seen.update(x=x.copy(), ids=chosen.copy()),
-            was(x, chosen, active),
+            was(x, chosen, active, arena),
         ),
     )
     monkeypatch.setattr(
