@@ -6,8 +6,6 @@
 // All masses decay alike, so log2(mass at last use) + last pass / half_life orders blocks the same way at every time.
 // half_life is in forward passes (tokens while decoding).
 #pragma once
-#include <cmath>
-
 #include "heap.hpp"
 
 namespace colibri {
@@ -28,14 +26,14 @@ public:
     void hit(const Access& a) { heap_.change(a.id, use(a)); }
 
 private:
-    double use(const Access& a) {
+    int64_t use(const Access& a) {
         double decay = std::exp2(-double(a.pass - last_[a.id]) / half_life_);
         mass_[a.id] = mass_[a.id] * decay + (by_gate ? weight(a.gate) : 1.0);
         last_[a.id] = a.pass;
-        return std::log2(mass_[a.id]) + double(a.pass) / half_life_;
+        return on_grid(std::log2(mass_[a.id]) + double(a.pass) / half_life_);
     }
     static double weight(float gate) { return gate > 0 ? gate : 0.0; }  // NaN and negative count nothing
-    Heap<double> heap_;
+    Heap<int64_t> heap_;
     std::vector<double> mass_;
     std::vector<int64_t> last_;
     double half_life_;

@@ -11,6 +11,8 @@
 // The pool (expert_cache_core.hpp) decides when to call which, so one policy serves the atomic and the serial contract.
 // Blocks are dense ids, block = layer base + expert; among equals the lowest id leaves first.
 #pragma once
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -75,6 +77,12 @@ struct PolicySetup {
         return s;
     }
 };
+
+// A score on a grid of 2^-30, so that equal scores reached by different roundings are ties and not chance.
+inline int64_t on_grid(double score) {
+    constexpr double limit = 4e18;
+    return int64_t(std::floor(std::min(std::max(score * (1 << 30), -limit), limit) + 0.5));
+}
 
 // The small deterministic generator behind `random` policy and `random` order (splitmix64, Steele et al. 2014).
 class Random {

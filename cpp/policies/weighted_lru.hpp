@@ -5,8 +5,6 @@
 // The logarithm, log2(hits) + last_pass / half_life - now / half_life, orders blocks the same way at every `now`, so a heap
 // keeps it. The counter lives in the slot: a block that comes back starts at 1.
 #pragma once
-#include <cmath>
-
 #include "heap.hpp"
 
 namespace colibri {
@@ -24,8 +22,10 @@ public:
     void hit(const Access& a) { heap_.change(a.id, score(++hits_[a.id], a)); }
 
 private:
-    double score(int64_t hits, const Access& a) const { return std::log2(double(hits)) + double(a.pass) / half_life_; }
-    Heap<double> heap_;
+    int64_t score(int64_t hits, const Access& a) const {
+        return on_grid(std::log2(double(hits)) + double(a.pass) / half_life_);
+    }
+    Heap<int64_t> heap_;
     std::vector<int64_t> hits_;
     double half_life_;
 };

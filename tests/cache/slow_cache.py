@@ -73,7 +73,7 @@ class ClockPolicy(Fifo):
         self.counter[x] = 0
 
     def hit(self, x, weight, next_use):
-        self.counter[x] = min(self.counter[x] + 1, 2 ** self.params.get("bits", 1) - 1)
+        self.counter[x] = min(self.counter[x] + 1, 2 ** int(self.params.get("bits", 1)) - 1)
 
     def victim(self, pinned):
         while True:
@@ -196,7 +196,7 @@ class ColibriLfru(Scored):
 
 class LruK(Scored):
     def score(self, x):
-        k = self.params.get("k", 2)
+        k = int(self.params.get("k", 2))
         return self.times[x][-k] if len(self.times[x]) >= k else -1, self.last[x]
 
 
@@ -393,7 +393,9 @@ class Result:
     hit_sets: list = field(default_factory=list)  # after each event: the members that hit
 
 
-def simulate(events, policy, slots, *, layers=1, blocks, scope="layer", lookup="atomic", admission="forced", params=None):
+def simulate(
+    events, policy, slots, *, layers=1, blocks, scope="layer", lookup="atomic", admission="forced", params=None
+):
     """Play `events`, a list of (layer, [distinct blocks in served order], [weights]), and return the `Result`.
 
     Slots are per layer, or of the one pool under scope global.
@@ -404,7 +406,8 @@ def simulate(events, policy, slots, *, layers=1, blocks, scope="layer", lookup="
     base = [layer * blocks if scope == "global" else 0 for layer in range(layers)]
     clocks = [Clock() for _ in range(pools)]
     keep = [
-        POLICIES[policy](slots, clocks[p], blocks, layers if scope == "global" else 1, params or {}) for p in range(pools)
+        POLICIES[policy](slots, clocks[p], blocks, layers if scope == "global" else 1, params or {})
+        for p in range(pools)
     ]
     resident = [set() for _ in range(pools)]
     result = Result()
