@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
+import jupyter_page
 import nbformat
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-import jupyter_page
 from jupyter_page import jupyterlab, notebook_page, until
 
 from colibri_lab.errors import MissingTool
