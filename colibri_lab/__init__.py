@@ -27,6 +27,7 @@ _HOMES = {
     "memory_plan": ("tune.memory_plan", "memory_plan"),
     "kernels": ("kernels", None),
     "ui": ("ui", None),
+    "try_edit": ("trial", "try_edit"),
     "errors": ("errors", None),
 }
 __all__ = ["__version__", *_HOMES]
@@ -45,3 +46,10 @@ def __getattr__(name: str):
 
 def __dir__():
     return sorted(__all__)
+
+
+def load_ipython_extension(ipython) -> None:
+    """`%load_ext colibri_lab`: the commands `%kernel_show` and `%%kernel`."""
+    from .magic import register
+
+    register(ipython)
