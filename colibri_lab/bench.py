@@ -17,14 +17,14 @@ import numpy as np
 import pandas as pd
 
 from . import __version__, kernels, machine
-from .checkpoint.formats import FORMATS
 from .errors import SettingError, StorageError, did_you_mean
 from .kernels import toolchain
 from .limits import Limits, LimitWork
 from .timing import Timing, race
 from .units import format_size
-from .workloads import Workload, workload
+from .workloads import INTEGER, Workload, workload
 
+WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int8-g64", "int4-g64", "mxfp4")
 TOKENS = (1, 4, 16, 64)
 WORKING_SETS = (1 << 14, 1 << 18, 3 << 18, 1 << 21, 1 << 23, 1 << 25, 3 << 25)  # bytes a thread
 CONTEXT, PREFILL = 32, 128  # tokens
@@ -99,7 +99,7 @@ def bench(
     """Measure `parts` of gemm, ffn, decode, prefill, bandwidth, disk (default: all).
 
     threads         thread counts; default 1 and the physical cores
-    number_formats  of weights, for gemm and ffn; default all
+    number_formats  of weights, for gemm and ffn; default WEIGHTS
     model, settings what decode and prefill run, and how it is opened; every expert is resident
     path            folder whose disk is read, default where converted models are kept
     Raises `SettingError` for an unknown part, `StorageError` when the disk's folder cannot be written.
@@ -112,7 +112,7 @@ def bench(
     report = Report(facts())
     counts = sorted(set(threads or (1, machine.cores()[0])))
     options = {
-        "number_formats": number_formats or list(FORMATS),
+        "number_formats": number_formats or list(WEIGHTS),
         "model": model,
         "settings": settings or {},
         "path": path,
@@ -154,11 +154,8 @@ def _kernel(report: Report, works: list[Workload], threads: int, rounds: int, pr
 def _variants(number_formats: list[str]) -> Iterator[dict]:
     for name in number_formats:
         yield {"format": name}
-        if FORMATS[name].scaled and name in INTEGER:
+        if name in INTEGER:
             yield {"format": name, "int8_activations": True}
-
-
-INTEGER = ("int8", "int4")  # formats whose products can be of bytes
 
 
 def _gemm(report, threads, rounds, progress, *, number_formats, **_) -> None:

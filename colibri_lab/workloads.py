@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 
 from . import kernels
-from .checkpoint import binfile, formats
+from .checkpoint import binfile, formats, packing
 from .checkpoint.layout import Spec
 from .config import RouterConfig
 from .engine.linear import descriptor
@@ -23,6 +23,7 @@ from .engine.router import KINDS
 from .errors import SettingError, did_you_mean
 
 POOL_BYTES = 128_000_000  # weights rotate through this much memory, so that they come from there and not from a cache
+INTEGER = ("int8",)  # formats whose codes the kernels multiply as bytes
 HIDDEN, WIDTH, TOP_K = 2048, 1024, 8  # an expert of OLMoE-1B-7B and of several others
 
 
@@ -55,35 +56,35 @@ class _Weights:
     """
 
     def __init__(self, format: str, shapes: list[tuple[int, int]], copies: int | None = None, seed=lambda *at: at):
-        formats.find_format(format)
-        specs = {str(i): Spec(shape, "w") for i, shape in enumerate(shapes)}
-        table, self.set_bytes = binfile.plan_table(specs, {"w": format})
+        specs = {str(i): Spec(shape, "expert") for i, shape in enumerate(shapes)}
+        table, self.set_bytes = binfile.plan_table(specs, dict.fromkeys(specs, format))
         self.copies = copies or max(2, POOL_BYTES // self.set_bytes)
         raw = np.zeros(self.copies * self.set_bytes + 64, np.uint8)
         start = -raw.__array_interface__["data"][0] % 64
         self.memory = raw[start : start + self.copies * self.set_bytes].reshape(self.copies, self.set_bytes)
-        self.tensors = [binfile.tensor_view(self.memory[0], entry) for entry in table]
         different = self.copies if self.memory.nbytes <= 4_000_000 else 1
         for copy in range(different):
             for i, entry in enumerate(table):
                 _fill(binfile.tensor_view(self.memory[copy], entry), np.random.default_rng(seed(copy, i)))
         self.memory[different:] = self.memory[0]
-        self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
-        self.places = np.array([descriptor(tensor) for tensor in self.tensors], np.int64)
+        self.nbytes = sum(sum(packing.part_sizes(shape, format, "rows16")) for shape in shapes)
+        self.places = np.array([descriptor(entry) for entry in table], np.int64)
 
 
 def _fill(tensor: binfile.Tensor, rng: np.random.Generator) -> None:
     """Random stored elements; scales and zero points that give them the size they should have."""
-    spread = tensor.shape[1] ** -0.5
-    if not formats.FORMATS[tensor.format].scaled:
+    spread, kind = tensor.shape[1] ** -0.5, tensor.kind
+    if not kind.scaled:
         values = rng.normal(0, spread, tensor.elements.size).astype(np.float32)[None]
         tensor.data[:] = formats.encode(values, tensor.format).data.reshape(-1).view(np.uint8)
         return
     tensor.data[:] = np.frombuffer(rng.bytes(tensor.data.size), np.uint8)
-    steps = 148 if tensor.format == "int8" else 9  # stored elements spread over twice this, evenly
-    tensor.scale[:] = spread / steps * 2 if tensor.scale.dtype.kind == "f" else 122  # else powers of two from 2^-127 on
+    if kind.kind == "mxfp4":
+        tensor.scale[:] = 127 + round(np.log2(spread / 3))
+    else:
+        tensor.scale[:] = spread / kind.levels * 12**0.5  # codes are spread evenly
     if tensor.zero is not None:
-        tensor.zero[:] = 8 if tensor.zero.dtype == np.uint8 else 0
+        tensor.zero[:] = kind.middle
 
 
 def _noise(*shape: int) -> np.ndarray:
@@ -91,8 +92,8 @@ def _noise(*shape: int) -> np.ndarray:
 
 
 def _integer(format: str, asked: bool) -> bool:
-    if asked and not formats.find_format(format).scaled:
-        raise SettingError(f"int8_activations need integer weights, {format} has none; leave it out")
+    if asked and format not in INTEGER:
+        raise SettingError(f"int8_activations are for weights in {', '.join(INTEGER)}, not in {format}; leave it out")
     return asked
 
 
@@ -131,7 +132,7 @@ def ffn(
     if layout not in ("slots", "gathered", "stacked"):
         raise SettingError(f"layout cannot be {layout!r}; {did_you_mean(layout, ('slots', 'gathered', 'stacked'))}")
     parts = [(width, hidden), (width, hidden), (hidden, width)]
-    each = sum(formats.stored_bytes(shape, format, "rows16") for shape in parts)
+    each = sum(packing.stored_bytes(shape, format, "rows16") for shape in parts)
     experts = experts or int(np.clip(400_000_000 // each, 2 * k, 64))
     if layout == "stacked":
         shapes = [shape for shape in parts for _ in range(experts)]

@@ -30,13 +30,14 @@ from colibri_lab.errors import KernelError, SettingError, did_you_mean
 from . import builder
 from .builder import artefact, configure, names, nanobind_object
 from .cpu import cpu_features, simd
+from .draft import Draft, source
 from .process import cancel
-from .store import cache_root, cpp_dir
+from .store import cache_root, cpp_dir, sources
 from .toolchain import preflight
 
 __all__ = [
-    "build", "cache_root", "check", "configure", "cpp_dir", "cpu_features", "load", "names", "preflight", "reference",
-    "reload", "simd", "versions",
+    "Draft", "build", "cache_root", "check", "configure", "cpp_dir", "cpu_features", "load", "names", "preflight",
+    "reference", "reload", "simd", "source", "versions",
 ]  # fmt: skip
 
 Case = tuple[str, float, float]  # name of the case, largest error, tolerance
@@ -72,7 +73,8 @@ def versions(name: str) -> int:
 
 
 def _where(name: str) -> tuple[str, ...]:
-    return (name, *(os.environ.get(variable, "") for variable in ("COLIBRI_CPP", "COLIBRI_SIMD")))
+    here = sources.get()
+    return (name, str(here) if here else os.environ.get("COLIBRI_CPP", ""), os.environ.get("COLIBRI_SIMD", ""))
 
 
 def _refresh(name: str, where: tuple[str, ...], progress: bool) -> types.ModuleType:
@@ -136,8 +138,9 @@ def reference(name: str) -> Callable:
     return register
 
 
-def check(name: str) -> list[Case]:
-    """Compare the kernel with its plain numpy reference; a (case, max_error, tolerance) for each comparison made.
+def check(name: str, module: types.ModuleType | None = None) -> list[Case]:
+    """Compare the kernel, or another version of it, with its plain numpy reference; a (case, max_error, tolerance) for
+    each comparison made.
 
     The reference is what `reference(name)` registered, else `check_<name>` of colibri_lab.reference.
     Raises KernelError when an error is above its tolerance or is NaN, SettingError when there is no such check.
@@ -148,8 +151,10 @@ def check(name: str) -> list[Case]:
         known |= {key.removeprefix("check_"): value for key, value in found.items() if key.startswith("check_")}
     if name not in known:
         raise SettingError(f"no check for kernel {name!r}; {did_you_mean(name, known)}")
-    cases = list(known[name](load(name)))
+    cases = list(known[name](load(name) if module is None else module))
     bad = [f"{case}: error {error:.3g}, tolerance {limit:.3g}" for case, error, limit in cases if not error <= limit]
     if bad or not cases:
-        raise KernelError(f"kernel {name} differs from its reference: {'; '.join(bad) or 'the check compared nothing'}")
+        more = f"; and {len(bad) - 3} more of {len(cases)} comparisons" if len(bad) > 3 else ""
+        said = "; ".join(bad[:3]) + more if bad else "the check compared nothing"
+        raise KernelError(f"kernel {name} differs from its reference: {said}")
     return cases

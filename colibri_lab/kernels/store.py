@@ -6,15 +6,31 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from colibri_lab.errors import StorageError
 
 PACKAGE = Path(__file__).resolve().parent.parent
+sources: ContextVar[Path | None] = ContextVar("sources", default=None)  # in place of cpp_dir(), inside sources_at()
+
+
+@contextmanager
+def sources_at(folder: Path) -> Iterator[None]:
+    """Until the block ends, in this thread, kernels are those of another source folder."""
+    token = sources.set(folder)
+    try:
+        yield
+    finally:
+        sources.reset(token)
 
 
 def cpp_dir() -> Path:
     """Folder of the kernels' sources: `COLIBRI_CPP`, else the wheel's own copy, else `cpp` of the checkout."""
+    if here := sources.get():
+        return here
     if asked := os.environ.get("COLIBRI_CPP"):
         return Path(asked).resolve()
     shipped = PACKAGE / "_cpp"

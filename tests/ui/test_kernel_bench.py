@@ -1,0 +1,129 @@
+"""The kernel bench and its roofline: states, points, edits that are taken and edits that are not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from colibri_lab import kernels
+from colibri_lab.errors import ColibriError, CompileError, SettingError
+from colibri_lab.limits import Limits
+from colibri_lab.timing import Sample, Timing
+from colibri_lab.trial import Trial, workloads
+from colibri_lab.ui.kernel_bench import kernel_bench
+
+EDIT = {"float inverse = 1.0f /": "const float inverse = 1.0f /"}
+
+
+@pytest.fixture(autouse=True)
+def small_numbers(monkeypatch):
+    monkeypatch.setattr("colibri_lab.limits.READ_BYTES", 1 << 20)
+    monkeypatch.setattr("colibri_lab.limits.ROUNDS", 1000)
+
+
+@pytest.fixture
+def bench():
+    view = kernel_bench("norm", rounds=1)
+    yield view
+    assert view.wait(60)
+
+
+def test_before_the_first_measurement_it_says_what_to_do(bench):
+    assert bench.state == "empty" and len(bench.data) == 0
+    assert "press Measure" in bench._verdict.value
+    with pytest.raises(ColibriError, match=r"nothing to draw yet; press Measure or call measure\(\)"):
+        bench.png()
+
+
+def test_measuring_adds_points_and_draws_them(bench):
+    rows = bench.measure(tokens=(1, 4))
+    assert list(rows.case) == ["1 token", "4 tokens"]
+    assert bench.state == "done" and bench.data.equals(rows)
+    assert bytes(bench._image.value).startswith(b"\x89PNG") and bench._image.layout.display is None
+    assert bench.png().axes[0].get_xscale() == "log"
+
+
+def test_measuring_again_replaces_the_point_and_other_threads_have_their_own_picture(bench):
+    bench.measure(tokens=2)
+    bench.measure(tokens=2)
+    assert len(bench.data) == 1
+    bench.measure(tokens=2, threads=2)
+    assert list(bench.data.threads) == [1, 2]
+    assert "2 threads" in bench.png().axes[0].get_title(loc="left")
+
+
+def test_an_edit_shows_old_and_new_and_a_verdict(bench):
+    trial = bench.try_edit(EDIT, tokens=2)
+    assert bench.trial is trial
+    assert list(bench.data.version) == ["old", "new"]
+    assert "the same bits" in bench._verdict.value
+    labels = [text.get_text() for text in bench.png().axes[0].get_legend().get_texts()]
+    assert labels == ["old", "new"]
+
+
+def test_a_broken_edit_shows_its_place_and_changes_nothing(bench):
+    bench.measure(tokens=2)
+    before, picture = bench.data, bench._image.value
+    with pytest.raises(CompileError, match=r"^norm_core.hpp:\d+:\d+"):
+        bench.try_edit({"float inverse = 1.0f /": "flat inverse = 1.0f /"})
+    assert bench.state == "error" and "norm_core.hpp:" in bench._message.value
+    assert "Nothing was changed" in bench._message.value
+    assert bench.data.equals(before) and bench._image.value == picture and bench.trial is None
+    bench.measure(tokens=2)
+    assert bench.state == "done" and bench._message.value == ""
+
+
+def test_buttons_work_in_the_background_and_show_errors(bench):
+    bench.buttons["Measure"].click()
+    assert bench.wait(60) and bench.state == "done" and len(bench.data) == 1
+    bench.old.value, bench.new.value = "no such text", "x"
+    bench.buttons["Try"].click()
+    assert bench.wait(60) and bench.state == "error" and "is in none of" in bench._message.value
+    assert not any(button.disabled for button in bench.buttons.values())
+
+
+def test_threads_that_press_at_once_leave_whole_rows(bench):
+    def press():
+        for _ in range(3):
+            bench.buttons["Measure"].click()
+            bench.threads.value = 3 - bench.threads.value
+            bench.wait(60)
+
+    pressing = [threading.Thread(target=press) for _ in range(2)]
+    for thread in pressing:
+        thread.start()
+    for thread in pressing:
+        thread.join()
+    assert bench.wait(60) and bench.state == "done"
+    assert set(bench.data.threads) <= {1, 2} and bench.data.notna().all().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kernel": "storage"}, "kernel cannot be 'storage'"),
+        ({"tokens": 3}, "tokens cannot be 3"),
+        ({"format": "int9"}, "format cannot be 'int9'"),
+        ({"colour": 1}, "no control 'colour'"),
+    ],
+)
+def test_controls_and_values_that_do_not_exist_are_refused(options, says):
+    with pytest.raises(SettingError, match=says):
+        kernel_bench(**options)
+
+
+def test_the_roofline_shows_measured_roofs_and_what_is_reached():
+    def three(per):
+        return Timing((Sample(per, 1.0),) * 3)
+
+    limits = Limits(2, "any", three(1 / 20e9), three(1 / 100e9), three(1 / 400e9))
+    works = workloads("gemm", format="int8", rows=16, cols=64, tokens=(1, 8))
+    trial = Trial("gemm", "", [], works, [(three(2e-6), three(1e-6))] * 2, [0, 0], limits, (kernels, kernels))
+    picture = trial.roofline()
+    ax = picture.axes[0]
+    texts = [text.get_text() for text in ax.texts]
+    assert "memory, 20.0 GB/s" in texts and "float32 multiply-adds, 100 GOP/s" in texts
+    assert not any("int8 products" in text for text in texts)  # no work here multiplies bytes
+    assert {"1 token", "8 tokens"} <= set(texts) and "int8" in ax.get_title(loc="left")
+    assert "Of what the roof allows: 1 token at" in picture._supxlabel.get_text()
