@@ -19,7 +19,7 @@ from .config import SETTINGS, Setting
 from .errors import ColibriError, SettingError, StorageError, did_you_mean
 
 # Modules that add their own sub-commands with `add_commands(subparsers)`; a command stores its function as `run`.
-EXTENSIONS: tuple[str, ...] = ("trace.cli", "bench_cli", "checkpoint.cli", "tune.cli")
+EXTENSIONS: tuple[str, ...] = ("trace.cli", "bench_cli", "checkpoint.cli", "tune.cli", "tune.cli_tune")
 
 
 class Parser(argparse.ArgumentParser):
@@ -98,8 +98,13 @@ def reader(setting: Setting):
 
 
 def given_settings(args: argparse.Namespace, scope: str) -> dict[str, Any]:
-    """The settings of `scope` that were given on the command line."""
-    return {name: getattr(args, name) for name, s in SETTINGS.items() if s.scope == scope and hasattr(args, name)}
+    """The settings of `scope` that were given on the command line, over those of the file that --settings names."""
+    given = {name: value for name, value in vars(args).items() if name in SETTINGS}
+    if getattr(args, "settings", None):
+        from .tune.tuner import read_settings
+
+        given = read_settings(args.settings) | given
+    return {name: value for name, value in given.items() if SETTINGS[name].scope == scope}
 
 
 def print_json(data: Any) -> None:
@@ -154,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
     lab.warmup(args.warmup)
     done = stream_text(lab, prompt, given_settings(args, "generate"), show=not args.json)
     advice = advise(done, lab)
+    if args.record:
+        print(f"run record {done.save(lab).id}", file=sys.stderr)
     if args.json:
         print_json(run_record(lab, done, args.warmup, advice))
     else:
@@ -299,6 +306,8 @@ def build_parser() -> Parser:
         metavar="N",
         help="fill the cache first with N short generations that do not count",
     )
+    p.add_argument("--settings", metavar="FILE", help="settings file, as `colibri tune` and `plan --out` write it; flags win")
+    p.add_argument("--record", action="store_true", help="keep a run record, see `colibri runs`")
     p.add_argument("--profile", action="store_true", help="print the share of time of each stage, and advice")
     p.add_argument("--validate", action="store_true", help="check the model's files and exit, without generating")
     p.add_argument("--verbose", action="store_true", help="print every effective setting and the memory by part")

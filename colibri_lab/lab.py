@@ -35,6 +35,7 @@ class Lab:
     def __init__(self, path: str | os.PathLike, **settings):
         self.path = Path(path)
         given = resolve(settings, "open")
+        self.requested = dict(settings)
         self.container = Container.open(self.path, allow_fp32=given["allow_fp32"])
         self.config, self.name = self.container.config, str(self.container.info["source"])
         self.tokenizer = _checked_tokenizer(self.container)
@@ -64,6 +65,7 @@ class Lab:
             raise SettingError(f"prompt must be text, got {type(prompt).__name__}")
         router = self._router()
         run = Run(prompt, {**self.settings, "routing": describe(router), **resolve(settings, "generate")})
+        run.requested = {**self.requested, **settings}
         return self._locked(run, router)
 
     @contextlib.contextmanager
@@ -181,6 +183,7 @@ class Lab:
                 self.engine = Engine(self.container, self.settings)
                 raise
             self.plan, self.settings = plan, plan.settings
+            self.requested |= settings
 
     def warmup(self, runs: int = 1) -> None:
         """Fill the cache with dummy generations (one token of prompt, a few of answer); the counters of later runs do not see them."""

@@ -29,6 +29,7 @@ class Run:
     stop_reason: str = "running"  # then: length, eos or interrupted
     cache: pd.DataFrame = field(default_factory=pd.DataFrame)  # layer, phase, hits, misses, loads, bytes
     events: pd.DataFrame = field(default_factory=pd.DataFrame)  # one row per access, with log_level debug
+    requested: dict = field(default_factory=dict)  # settings as they were given, by name
 
     @property
     def stages(self) -> pd.DataFrame:
@@ -62,6 +63,13 @@ class Run:
     def hit_rate(self) -> float | None:
         """Of all decode accesses; of prefill accesses when nothing was decoded."""
         return next((s.running_hit_rate for s in reversed(self.steps)), None)
+
+    def save(self, lab=None, **about):
+        """Keep this run as a record (`colibri_lab.runs` lists them); returns it. `lab`: the model it ran on, for its
+        identity, memory and page cache; `about` as in `tune.runs.save_run`."""
+        from ..tune.runs import save_run
+
+        return save_run(self, lab, **about)
 
     def _rate(self, phase: str) -> float | None:
         mine = [s for s in self.steps if s.phase == phase]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .. import kernels
+from ..checkpoint.formats import FORMATS
 from ..errors import SettingError
 from ..timing import CLEAN, ENOUGH, Stopwatch
 from ..trace.table import Trace
@@ -50,8 +51,10 @@ def estimate(shape: Shape, probe, threads: int | None = None) -> Costs:
         raise SettingError("the probe has no kernel speeds; run `colibri probe` again")
 
     def speed(format: str, tokens: int, name: str) -> float:
-        # A format without a kernel here is taken to move as many bytes, and to compute as fast, as int8 does.
-        wanted = format if format in kinds else "int8" if "int8" in kinds else sorted(kinds)[0]
+        # A format that was not measured is taken to move as many bytes a second, and compute as fast, as the nearest one.
+        kind = FORMATS[format].kind if format in FORMATS else "int8"
+        alike = [name for name in kinds if FORMATS[name].kind == kind]
+        wanted = format if format in kinds else (alike or sorted(kinds, key=lambda name: name != "int8"))[0]
         rows = [row for row in probe.kernels if row["format"] == wanted and row["tokens"] == tokens]
         fits = [row for row in rows if row["threads"] <= threads] or rows
         return max(fits, key=lambda row: row["threads"])[name]
@@ -129,7 +132,9 @@ def wave_of(settings: dict, shape: Shape) -> int:
     """Blocks that are read at a time where slots are short."""
     from ..engine.sizes import transient_buffers
 
-    return max(1, transient_buffers(settings["expert_cache_slots"], shape.blocks, settings["loader_threads"]))
+    layers = len(shape.moe_layers)
+    slots = settings["expert_cache_slots"] * (1 if settings["scope"] == "global" else layers)
+    return max(1, transient_buffers(slots, layers, shape.blocks, settings))
 
 
 def _fit(run, steps, used, served: Served, shape: Shape, lab, reads) -> tuple[Costs, float]:

@@ -1,37 +1,42 @@
-"""Bytes that a model takes under given settings, by part: of any shape, whether its weights exist or not."""
+"""Bytes that a run takes, by part, of any shape: exactly for models that are here, by arithmetic for the others."""
 
 from __future__ import annotations
 
+from ..engine.sizes import blocks, kv_bytes, transient_buffers
+from .memory_plan import PARTS, MemoryPlan
 from .shapes import Shape
-
-PAGE = 4096
 
 
 def memory_of(shape: Shape, settings: dict, context: int) -> dict[str, int]:
-    """dense, router, slots, transient, KV cache and scratch bytes, and `total_bytes`. `context`: tokens of the longest
-    sequence."""
-    s, layers = settings, len(shape.moe_layers)
-    slot = _whole(shape.block_bytes)
-    every = s["expert_cache_slots"] * (1 if s["scope"] == "global" else layers)
-    from ..engine.sizes import transient_buffers
-
-    router = layers * shape.num_experts * shape.hidden * 4
+    """The parts of `memory_plan.PARTS` and `total_bytes`, as `Lab.memory(peak=True)` measures them after a run of `context`
+    tokens. `settings` are effective ones."""
+    s = settings
+    if shape.facts is not None:
+        parts = {name: size for name, size in MemoryPlan(shape.facts, s, 0).items() if name in PARTS}
+        parts["kv_cache_bytes"] = kv_bytes(shape.facts.config, [min(context, s["max_seq_len"])], s)
+        return {**parts, "total_bytes": sum(parts.values())}
+    layers = len(shape.moe_layers)
+    slot = blocks(shape.block_bytes)
+    slots = s["expert_cache_slots"] * (1 if s["scope"] == "global" else layers)
     tokens = min(s["prefill_chunk"], s["max_seq_len"])
-    item = 2 if s.get("kv_dtype") == "fp16" else 4
-    page = min(s["page_size"], s["max_seq_len"])
-    pages = -(-context // page) if s["kv_cache_type"] == "paged" else 1
-    length = page if s["kv_cache_type"] == "paged" else s["max_seq_len"]
-    widest = max(shape.hidden, shape.expert_width, shape.shared_width, shape.dense_width)
+    page = s["max_seq_len"] if s["kv_cache_type"] == "naive" else min(s["page_size"], s["max_seq_len"])
+    embedding = 0 if shape.tied else round(shape.dense_bytes * shape.vocab * shape.hidden / shape.dense_params)
+    router = 4 * layers * shape.num_experts * shape.hidden
+    # What a chunk of tokens needs beside its own rows: the experts' inputs and outputs, once per choice.
+    rows = 6 * shape.hidden + shape.top_k * (shape.hidden + shape.expert_width) + shape.shared_width + shape.dense_width
     parts = {
-        "dense_bytes": shape.dense_bytes - min(router, shape.dense_bytes // 2),
-        "router_bytes": min(router, shape.dense_bytes // 2),
-        "slots_bytes": every * slot,
-        "transient_bytes": transient_buffers(s["expert_cache_slots"], shape.blocks, s["loader_threads"]) * slot,
-        "kv_cache_bytes": pages * length * item * shape.kv_elements * shape.layers,
-        "scratch_bytes": 4 * tokens * (4 * shape.hidden + 2 * widest + 2 * shape.top_k * shape.hidden),
+        "dense_bytes": shape.dense_bytes - embedding,
+        "embedding_bytes": embedding,
+        "router_bytes": router,
+        "slots_bytes": slots * slot,
+        "transient_bytes": transient_buffers(slots, layers, shape.blocks, s) * slot,
+        "kv_cache_bytes": -(-context // page)
+        * page
+        * (2 if s["kv_dtype"] == "fp16" else 4)
+        * shape.kv_elements
+        * shape.layers,
+        "rotary_bytes": 0,
+        "scratch_bytes": 4 * tokens * rows + 4 * shape.vocab,
+        "loader_bytes": s["loader_threads"] * slot if s["storage"] == "mmap" else 0,
     }
     return {**parts, "total_bytes": sum(parts.values())}
-
-
-def _whole(size: int) -> int:
-    return -(-size // PAGE) * PAGE

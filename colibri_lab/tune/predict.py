@@ -15,6 +15,8 @@ import pandas as pd
 
 from .. import machine
 from ..config import resolve
+from ..engine.settings import effective
+from ..engine.sizes import blocks
 from ..errors import MemoryPlanError, SettingError
 from ..trace.table import DECODE, PREFILL, Trace
 from ..units import format_size, parse_size
@@ -119,20 +121,22 @@ class Predictor:
 
     def settings(self, **settings) -> dict[str, Any]:
         """Effective settings: defaults, what the predictor was made with, what is given here."""
-        merged = resolve({**self.base, **settings}, "open")
-        shape, scale = self.shape, len(self.shape.moe_layers) if merged["scope"] == "global" else 1
-        slots = merged["expert_cache_slots"]
+        given = resolve({**self.base, **settings}, "open")
+        shape, given["memory"] = self.shape, None
+        if shape.facts is not None:
+            f = shape.facts
+            return effective(given, f.config, f.slot_bytes, f.blocks_per_layer, f.max_seq_len)
+        scale = len(shape.moe_layers) if given["scope"] == "global" else 1
+        slots = given["expert_cache_slots"]
         if slots is None:
             slots = 4 * shape.top_k * scale
         elif isinstance(slots, str):
-            each = _pages(shape.block_bytes) * (1 if scale > 1 else len(shape.moe_layers))
-            slots = parse_size(slots, "expert_cache_slots") // each
-            if not slots:
-                raise SettingError(f"expert_cache_slots {merged['expert_cache_slots']!r} hold no slot of {each} bytes")
-        merged["expert_cache_slots"] = min(slots, shape.blocks * scale)
-        merged["threads"] = merged["threads"] or machine.cores()[0]
-        merged["max_seq_len"] = merged["max_seq_len"] or 4096
-        return merged
+            each = blocks(shape.block_bytes) * (1 if given["scope"] == "global" else len(shape.moe_layers))
+            slots = max(1, parse_size(slots, "expert_cache_slots") // each)
+        given["expert_cache_slots"] = min(slots, shape.blocks * scale)
+        given["threads"] = given["threads"] or machine.cores()[0]
+        given["max_seq_len"] = given["max_seq_len"] or 4096
+        return given
 
     def at(self, *, prompt_tokens: int | None = None, **settings) -> Prediction:
         """Predict one run. `settings` are those of scope "open"; raises `SettingError` for impossible ones and
@@ -291,10 +295,6 @@ def _windows(seconds: np.ndarray) -> float:
         return float(BAND * seconds.std() / seconds.mean() / np.sqrt(max(1, len(seconds))))
     means = np.array([part.mean() for part in np.array_split(seconds, WINDOWS)])
     return float(BAND * means.std(ddof=1) / means.mean() / np.sqrt(WINDOWS))
-
-
-def _pages(size: int) -> int:
-    return -(-size // 4096) * 4096
 
 
 def with_prompt(trace: Trace, tokens: int) -> Trace:

@@ -33,6 +33,7 @@ BLOCKS = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 23)  # bytes of one read
 DEPTHS = (1, 2, 4, 8)  # reads in flight
 CACHED_SHARE = 0.02  # of a file in the page cache, above which a read does not count as cold
 ROUNDS = 5  # samples of a kernel
+MEASURED = ("fp16", "bf16", "int8", "int4-g64", "mxfp4")  # number formats, one of each kind
 _ROWS, _COLS = 1024, 2048  # the matrix of the kernel table
 
 
@@ -290,10 +291,8 @@ def _rate(timing: Timing, amount: float) -> dict:
 
 
 def _kernels(found: Probe, threads: list[int], budget_s: float) -> None:
-    from ..checkpoint.formats import FORMATS
-
-    for name in FORMATS:
-        found.kernels += kernel_speed(name, threads, budget_s / len(FORMATS))
+    for name in MEASURED:
+        found.kernels += kernel_speed(name, threads, budget_s / len(MEASURED))
 
 
 def kernel_speed(name: str, threads: list[int], budget_s: float = 1.0) -> list[dict]:

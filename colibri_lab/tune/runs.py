@@ -148,7 +148,7 @@ def save_run(run, lab=None, page_cache_before: float | None = None, notes: list[
         "stop_reason": run.stop_reason,
         "text_sha256": hashlib.sha256(run.text.encode()).hexdigest(),
     }
-    model = getattr(lab, "path", None) or run.model
+    model = None if lab is None else lab.path
     after = None
     if lab is not None:
         facts["total_bytes"] = lab.memory()["total_bytes"]

@@ -5,15 +5,21 @@ presets, which are published models nobody needs to have on disk.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from ..checkpoint.binfile import plan_table
+from ..checkpoint.container import Container, is_container
+from ..checkpoint.families import read_config
+from ..checkpoint.formats import ALIASES, FORMATS
+from ..checkpoint.layout import Spec
 from ..config import ModelConfig
-from ..errors import ColibriError, ModelError, SettingError, did_you_mean
+from ..errors import ModelError, SettingError, did_you_mean
+from ..front import find_model
+from .memory_plan import ModelFacts
 
-# Bytes per weight with scales and zero points, for formats whose exact layout this project does not define.
-BYTES_PER_WEIGHT = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.003, "int4": 0.5625, "mxfp4": 0.53125}
+FP8 = "fp8"  # published in it; containers hold such weights in another format
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Shape:
     block_size         experts per block
     exact_block_bytes  bytes of one expert block, and
     exact_dense_bytes  of all that is always resident, where files say so; else None
+    path, facts        of a container, or the facts of a checkpoint that is here: then memory is planned exactly
     """
 
     name: str
@@ -47,6 +54,7 @@ class Shape:
     exact_block_bytes: int | None = None
     exact_dense_bytes: int | None = None
     path: str | None = None
+    facts: ModelFacts | None = field(default=None, repr=False, compare=False)
 
     @property
     def blocks(self) -> int:
@@ -89,7 +97,7 @@ class Shape:
     def dense_bytes(self) -> int:
         if self.exact_dense_bytes is not None:
             return self.exact_dense_bytes
-        return round(self.dense_params * BYTES_PER_WEIGHT[self.formats[1]])
+        return round(self.dense_params * weight_bytes(self.formats[1]))
 
     @property
     def step_bytes(self) -> int:
@@ -103,14 +111,11 @@ class Shape:
 
     def in_format(self, experts: str, dense: str | None = None) -> Shape:
         """The same model with its experts, and if given everything else, in another number format."""
-        for name in (experts, dense or self.formats[1]):
-            if name not in BYTES_PER_WEIGHT:
-                raise SettingError(f"unknown number format {name!r}; {did_you_mean(name, BYTES_PER_WEIGHT)}")
-        formats = (experts, dense or self.formats[1])
+        formats = (canonical(experts), canonical(dense) if dense else self.formats[1])
         if formats == self.formats:
             return self
         return replace(
-            self, formats=formats, path=None,
+            self, formats=formats, path=None, facts=None,
             exact_block_bytes=None if formats[0] != self.formats[0] else self.exact_block_bytes,
             exact_dense_bytes=None if formats[1] != self.formats[1] else self.exact_dense_bytes,
         )  # fmt: skip
@@ -132,12 +137,17 @@ class Shape:
         """From an open `Container`, with the exact bytes of its files."""
         formats = container.info["formats"]
         shape = cls.of_config(container.config, container.dir.name, (formats["expert"], formats["dense"]))
-        layer = container.config.moe_layers[0]
-        dense = sum(file.stat().st_size for file in (container.dir / "dense").iterdir())
-        routers = sum((container.dir / f"layer_{n}" / "router.bin").stat().st_size for n in container.config.moe_layers)
+        facts = ModelFacts.of_container(container)
+        layers = container.config.moe_layers
+        looked_at = [(layer, block) for layer in layers for block in range(container.blocks)][
+            :: max(1, len(layers) // 4)
+        ]
+        sizes = [container.block_layout(layer, block).payload_bytes for layer, block in looked_at]
+        routers = sum((container.dir / f"layer_{layer}" / "router.bin").stat().st_size for layer in layers)
         return replace(
-            shape, block_size=container.block_size, path=str(container.dir),
-            exact_block_bytes=container.block_layout(layer, 0).payload_bytes, exact_dense_bytes=dense + routers,
+            shape, block_size=container.block_size, path=str(container.dir), facts=facts,
+            exact_block_bytes=round(sum(sizes) / len(sizes)),
+            exact_dense_bytes=facts.dense_bytes + facts.embedding_bytes + routers,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -149,19 +159,29 @@ class Shape:
         )
 
 
+def canonical(format: str) -> str:
+    """The full name of a number format: "int4" is "int4-g64". Raises `SettingError` for an unknown one."""
+    if format == FP8:
+        return format
+    name = ALIASES.get(format, format)
+    if name not in FORMATS:
+        raise SettingError(f"unknown number format {format!r}; {did_you_mean(format, (FP8, *ALIASES, *FORMATS))}")
+    return name
+
+
 @cache
 def expert_bytes(hidden: int, width: int, format: str) -> int:
-    """Bytes of one expert's gate, up and down in a number format; exact for formats that containers store."""
-    if format not in BYTES_PER_WEIGHT:
-        raise SettingError(f"unknown number format {format!r}; {did_you_mean(format, BYTES_PER_WEIGHT)}")
-    try:
-        from ..checkpoint.binfile import plan_table
-        from ..checkpoint.layout import Spec
+    """Bytes of one expert's gate, up and down in a number format, with scales and zero points, as containers store them."""
+    if format == FP8:
+        return 3 * hidden * width
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    specs = {part: Spec(shape, "expert") for part, shape in shapes.items()}
+    return plan_table(specs, dict.fromkeys(specs, canonical(format)))[1]
 
-        shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-        return plan_table({part: Spec(shape, "expert") for part, shape in shapes.items()}, {"expert": format})[1]
-    except (ColibriError, KeyError, TypeError, ValueError):
-        return round(3 * hidden * width * BYTES_PER_WEIGHT[format])
+
+def weight_bytes(format: str) -> float:
+    """Bytes per weight of a large matrix in a number format."""
+    return expert_bytes(4096, 4096, format) / (3 * 4096 * 4096)
 
 
 def _grouped(hidden: int, heads: int, kv_heads: int, head_dim: int) -> dict:
@@ -213,10 +233,6 @@ def find_shape(model: str | os.PathLike | Shape) -> Shape:
     by_name = {name.lower(): shape for name, shape in PRESETS.items()}
     if str(model).lower() in by_name:
         return by_name[str(model).lower()]
-    from ..checkpoint.container import Container, is_container
-    from ..checkpoint.families import read_config
-    from ..front import find_model
-
     path = Path(model)
     if path.name == "config.json" and path.is_file():
         return Shape.of_config(read_config(path.parent), path.parent.name)
@@ -228,4 +244,4 @@ def find_shape(model: str | os.PathLike | Shape) -> Shape:
         ) from None
     if is_container(path):
         return Shape.of_container(Container.open(path, allow_fp32=True))
-    return Shape.of_config(read_config(path), path.name)
+    return replace(Shape.of_config(read_config(path), path.name), facts=ModelFacts.of_checkpoint(path))
