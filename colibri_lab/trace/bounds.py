@@ -199,23 +199,26 @@ def allocate(
 def best_split(cost: np.ndarray, sizes: np.ndarray, budget: int) -> np.ndarray:
     """Slots per layer, at least 1 each, that minimise sum of cost[layer, slots] with sum of sizes x slots <= budget.
 
-    Exact: layer by layer, all (bytes, cost) pairs that no other pair beats in both. cost int64 (layers, most + 1).
-    Raises `SettingError` when one slot per layer is already too much.
+    Exact: layer by layer, all (bytes, cost) pairs that no other pair beats in both. A Lagrange multiplier on the budget
+    gives a good split and, for every pair, a bound on where it can lead; pairs that cannot beat that split are dropped.
+    cost int64 (layers, most + 1). Raises `SettingError` when one slot per layer is already too much.
     """
-    worth = int(np.gcd.reduce(cost.ravel())) or 1
-    cost = cost // worth
     if int(sizes.sum()) > budget:
         raise SettingError(f"one slot per layer takes {int(sizes.sum())} bytes, the budget is {budget}")
-    slots = np.arange(1, cost.shape[1])
+    cost = cost[:, 1:] // max(1, int(np.gcd.reduce(cost.ravel())))
     unit = int(np.gcd.reduce(sizes))
     sizes, budget = sizes // unit, budget // unit
+    taken = sizes[:, None] * np.arange(1, cost.shape[1] + 1)  # (layers, most) bytes
+    price, good = _multiplier(cost, taken, budget)
+    rest = np.append(np.cumsum((cost + price * taken).min(1)[::-1])[::-1][1:], 0.0)  # bound of the layers to come
+    least = np.append(np.cumsum(sizes[::-1])[::-1][1:], 0)  # bytes they need at least
     scale = int(cost.max()) * len(cost) + 1  # bytes and cost in one sortable number
-    least_after = np.append(np.cumsum(sizes[::-1])[::-1][1:], 0)  # what the layers still to come need at least
     bytes_, total, back = np.zeros(1, np.int64), np.zeros(1, np.int64), []
     for layer in range(len(cost)):
-        b = (bytes_[:, None] + slots * sizes[layer]).ravel()
-        c = (total[:, None] + cost[layer, 1:]).ravel()
-        fits = np.flatnonzero(b <= budget - least_after[layer])
+        b = (bytes_[:, None] + taken[layer]).ravel()
+        c = (total[:, None] + cost[layer]).ravel()
+        hopeful = c + rest[layer] - price * (budget - b) <= good * (1 + 1e-9) + 1e-6
+        fits = np.flatnonzero((b <= budget - least[layer]) & hopeful)
         order = fits[np.argsort(b[fits] * scale + c[fits])]
         running = np.minimum.accumulate(c[order])
         keep = order[np.append(True, running[1:] < running[:-1])]
@@ -223,9 +226,24 @@ def best_split(cost: np.ndarray, sizes: np.ndarray, budget: int) -> np.ndarray:
         bytes_, total = b[keep], c[keep]
     at, split = int(np.argmin(total)), []
     for keep in back[::-1]:
-        at, slot = divmod(int(keep[at]), len(slots))
+        at, slot = divmod(int(keep[at]), cost.shape[1])
         split.append(slot + 1)
     return np.array(split[::-1])
+
+
+def _multiplier(cost: np.ndarray, taken: np.ndarray, budget: int) -> tuple[float, int]:
+    """A price per byte at which buying cheapest per layer just fits the budget, and the cost of what it buys."""
+    layers = np.arange(len(cost))
+
+    def buy(price):
+        choice = (cost + price * taken).argmin(1)
+        return int(taken[layers, choice].sum()), int(cost[layers, choice].sum())
+
+    low, high = 0.0, float(cost.max() + 1)  # at the high price every layer takes one slot
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if buy(middle)[0] <= budget else (middle, high)
+    return high, buy(high)[1]
 
 
 def summary(trace: Trace, policies="lru,belady,belady-bypass", slots=None, **settings) -> pd.DataFrame:

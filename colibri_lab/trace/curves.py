@@ -17,7 +17,7 @@ from .. import kernels
 from ..cache import policies as registry
 from ..errors import SettingError
 from .replay import PREFETCH, count, ratio
-from .source import Contract, Size, Source, contract_of, in_threads, top_blocks
+from .source import Contract, Size, Source, contract_of, in_threads, top_blocks, usable
 
 if TYPE_CHECKING:
     from .table import Trace
@@ -55,7 +55,7 @@ def curve(
     contract = contract_of(settings)
     if by not in ("policy", "layer"):
         raise SettingError(f"by must be policy or layer, got {by!r}")
-    chosen, notes = _usable(trace, policies)
+    chosen, notes = usable(trace, policies)
     strange = [policy for policy in params or () if policy not in chosen]
     if strange:
         raise SettingError(f"params for {strange[0]!r}, which is not among the policies {chosen}")
@@ -108,20 +108,6 @@ def hit_table(
     source = Source.of(trace, contract)
     accesses, _ = _histograms(source, contract, policy, fit, stop)
     return _cumulated(accesses), accesses.sum(1)
-
-
-def _usable(trace: Trace, names) -> tuple[list, list[str]]:
-    """The policies asked for; of "all", those that this trace can feed."""
-    chosen, notes = registry.parse(names), []
-    lacks = trace.lacks()
-    for name in list(chosen):
-        needs = () if callable(name) else registry.policy(name).needs
-        if "gates" in needs and "gates" in lacks:
-            if names != "all":
-                trace.require("gates", what=f"policy {name}")
-            chosen.remove(name)
-            notes.append(f"{name} left out: {lacks['gates']}")
-    return chosen, notes
 
 
 def _histograms(

@@ -16,7 +16,7 @@ import pandas as pd
 from .. import kernels
 from ..cache import policies as registry
 from ..errors import SettingError, did_you_mean
-from .source import Contract, Size, Source, contract_of, in_threads, top_blocks
+from .source import Contract, Size, Source, contract_of, in_threads, top_blocks, usable
 
 if TYPE_CHECKING:
     from .table import Trace
@@ -72,9 +72,10 @@ def grid(
 ) -> list[pd.DataFrame]:
     """`replay` for every policy and size, policies outermost, several at a time; interruptible.
 
+    "all" leaves out the policies that this trace cannot feed (`source.usable` says which and why).
     Policies written in Python hold the interpreter, so those gain nothing from threads.
     """
-    jobs = [(policy, size) for policy in registry.parse(policies) for size in slots]
+    jobs = [(policy, size) for policy in usable(trace, policies)[0] for size in slots]
     return in_threads(
         lambda job, stop: replay(trace, job[0], job[1], stop=stop, **settings), jobs, threads, progress, "replay"
     )

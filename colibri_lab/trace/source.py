@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from .. import kernels
-from ..cache.policies import ADMISSIONS
+from ..cache import policies
 from ..errors import SettingError, TraceError, did_you_mean
 from ..units import parse_size
 
@@ -24,7 +24,7 @@ CHOICES = {
     "scope": ("layer", "global"),
     "lookup": ("atomic", "serial", "serial-hits-first"),
     "order": ("rank", "id", "random"),
-    "admission": ADMISSIONS,
+    "admission": policies.ADMISSIONS,
     "reset": ("never", "per-sequence"),
     "phase": ("all", "prefill", "decode"),
     "count": ("union", "logical"),
@@ -221,6 +221,20 @@ def top_blocks(history: Trace, source: Source, size: Size, share: float) -> list
     for layer, (row, slots) in enumerate(zip(counts, size.of_layer, strict=True)):
         chosen += [(layer, int(b)) for b in np.argsort(-row, kind="stable")[: int(slots * share)]]
     return chosen
+
+
+def usable(trace: Trace, names) -> tuple[list, list[str]]:
+    """The policies asked for, and notes. Of "all" those that lack something are left out; asked by name they raise."""
+    chosen, notes = policies.parse(names), []
+    lacks = trace.lacks()
+    for name in list(chosen):
+        needs = () if callable(name) else policies.policy(name).needs
+        if "gates" in needs and "gates" in lacks:
+            if names != "all":
+                trace.require("gates", what=f"policy {name}")
+            chosen.remove(name)
+            notes.append(f"{name} left out: {lacks['gates']}")
+    return chosen, notes
 
 
 def in_threads(work: Callable, jobs: Sequence, threads: int | None, progress: bool, what: str) -> list:
