@@ -169,7 +169,7 @@ def _dask(task: dict, todo: list[dict], address: str) -> Iterator[tuple[dict, di
         raise SettingError(f"no Dask scheduler answers at {address!r}: {error}") from error
     try:
         futures = {client.submit(run_point, task, point, pure=False): point for point in todo}
-        for future in as_completed(futures):
+        for future in as_completed(futures, loop=client.loop):
             error = future.exception()
             point = futures[future]
             yield point, future.result() if error is None else {"n": 0, "error": f"{type(error).__name__}: {error}"}

@@ -94,7 +94,7 @@ def timeline(served: Served, reads: Reads, costs: Costs, lanes: int, moe_layers:
     prompt_block_s = costs.prefill_block_s + costs.prefill_assign_s * served.assignments / blocks
     each_s = np.where(decode, costs.expert_s, prompt_block_s)
     compute_s = each_s * (served.blocks - served.late)
-    tail_s = each_s * np.minimum(served.early, lanes)
+    tail_s = each_s * np.where(served.early > 0, (served.early - 1) % lanes + 1, 0)  # the last group to arrive
     lead_s = np.r_[0.0, compute_s[:-1]] + (costs.step_s + costs.position_s) / moe_layers
     overlap_s = np.where(served.ahead > 0, lead_s, 0.0) - tail_s
     first_s = np.where(reads.early_s > 0, np.maximum(compute_s, reads.early_s - overlap_s), compute_s)
