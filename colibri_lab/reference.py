@@ -32,6 +32,17 @@ def expert_ffn(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray
     return (g * sigmoid(g) * (x @ up.T)) @ down.T
 
 
+def int8_activations(x: np.ndarray) -> np.ndarray:
+    """x (tokens, cols) rounded to int8 in groups of 64 columns, as the integer path of gemm sees it; float64."""
+    out = np.zeros(x.shape)
+    for first in range(0, x.shape[1], 64):
+        part = x[:, first : first + 64]
+        top = np.abs(part).max(axis=1, keepdims=True)
+        inverse = np.divide(np.float32(127), top, where=top > 0, out=np.zeros_like(top))
+        out[:, first : first + 64] = np.rint(part * inverse) * (top / np.float32(127)).astype(np.float64)
+    return out
+
+
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     x = x.astype(np.float64)
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
@@ -105,6 +116,15 @@ def check_gemm(module) -> Iterator[Case]:
                     _error(out, wanted),
                     3e-7 * cols + (5e-6 if kind.scaled else 2e-6),
                 )
+            if kind.scaled:  # more tokens than one register tile, and a rest
+                x = rng.normal(size=(13, cols)).astype(np.float32)
+                out = np.empty((13, rows), np.float32)
+                module.matmul(x, memory, np.array(place, np.int64), factor, None, out, 2, 16, True)
+                wanted = int8_activations(x) @ values.astype(np.float64).T
+                yield f"{format} 13x{cols} @ {rows}, int8 activations", _error(out, wanted), 3e-7 * cols + 5e-6
+                alone = np.empty((1, rows), np.float32)
+                module.matmul(x[7:8].copy(), memory, np.array(place, np.int64), factor, None, alone, 1, 64, True)
+                yield f"{format} {cols} @ {rows}, a token alone", _error(alone[0], out[7]), 0.0
 
 
 def check_ffn(module) -> Iterator[Case]:

@@ -1,10 +1,12 @@
-// y = x · Wᵀ with int8 weights (layout rows16) and activations rounded to int8 on the way in.
+// y = x · Wᵀ with integer weights (int8, int4, mxfp4 in layout rows16) and activations rounded to int8 on the way in.
 //
-// A token's row is cut into groups of 64 columns, each with its own scale (largest magnitude / 127). Inside a group the sum
-// of products is an exact integer; groups are added in float32 in ascending order. An output's bits therefore depend only
-// on its row of x and its row of W, whatever the tile, the number of tokens or the number of threads.
+// A token's row is cut into groups of 64 columns, each with its own scale (largest magnitude / 127). Inside a stretch of 64
+// columns, or of 32 where the weights have groups of 32, the sum of products is an exact integer; stretches are added in
+// float32 in ascending order. An output's bits therefore depend only on its row of x and its row of W, whatever the tile, the
+// number of tokens or the number of threads.
 //
-//   y[n] = scale[n] * (sum_g sx[g] * dot_g(q_w + 128, q_x) - (zero[n] + 128) * sum_g sx[g] * sum(q_x in g))
+// Weights enter unsigned, as q + offset, which is what the instruction wants; with shift = zero + offset
+//   y[n] = factor * sum over stretches s of  sx[s] * scale[n, s] * (dot_s(q_w + offset, q_x) - shift[n, s] * sum(q_x in s))
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -16,120 +18,46 @@
 
 namespace colibri {
 
-constexpr int kActivationGroup = 64;
+constexpr int kActivationGroup = 64, kSumStretch = 32;
 
 inline int activation_groups(int cols) { return (cols + kActivationGroup - 1) / kActivationGroup; }
 inline int padded_activations(int cols) { return activation_groups(cols) * kActivationGroup; }
 
-// One quantised row: q (padded columns), scale (groups,), and bias = sum over groups of scale * sum of q.
+// One quantised row. bias = sum over groups of scale * sum of q, what one zero point for the whole row multiplies.
 struct IntRow {
-    const int8_t* q;
-    const float* scale;
+    const int8_t* q;     // columns padded with zeros to whole groups
+    const float* scale;  // (groups,)
+    const float* sums;   // (2 * groups,) sum of q over every 32 columns: whole numbers
     float bias;
 };
 
-// x (cols,) → q padded with zeros to whole groups, scale (groups,); returns the row's bias.
-inline float quantise_row(const float* x, int cols, int8_t* q, float* scale) {
+// x (cols,) → q, scale, sums as in IntRow; returns the bias.
+inline float quantise_row(const float* x, int cols, int8_t* q, float* scale, float* sums) {
     float bias = 0.0f;
     for (int g = 0, first = 0; first < cols; ++g, first += kActivationGroup) {
         int n = std::min(kActivationGroup, cols - first);
-        float values[kActivationGroup] = {};
-        std::copy(x + first, x + first + n, values);
+        float padded[kActivationGroup] = {};
+        const float* values = x + first;
+        if (n < kActivationGroup) values = static_cast<const float*>(std::copy(values, values + n, padded) - n);
         F16 top = set1(0.0f);
         for (int i = 0; i < kActivationGroup; i += 16) top = vmax(top, vmax(load(values + i), set1(0.0f) - load(values + i)));
         float lanes[16], largest = 0.0f;
         store(lanes, top);
         for (float lane : lanes) largest = std::max(largest, lane);
         scale[g] = largest / 127.0f;
-        float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-        int total = 0;
-        for (int i = 0; i < kActivationGroup; ++i) {
-            int rounded = static_cast<int>(std::nearbyint(values[i] * inverse));
-            q[first + i] = static_cast<int8_t>(rounded);
-            total += rounded;
+        F16 inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+        for (int half = 0; half < 2; ++half) {
+            F16 total = set1(0.0f);
+            for (int i = kSumStretch * half; i < kSumStretch * (half + 1); i += 16) {
+                F16 rounded = round_even(load(values + i) * inverse);
+                total = total + rounded;
+                store_i8(q + first + i, rounded);
+            }
+            sums[2 * g + half] = sum(total);
         }
-        bias += scale[g] * static_cast<float>(total);
+        bias += scale[g] * (sums[2 * g] + sums[2 * g + 1]);
     }
     return bias;
-}
-
-// B row blocks from `block` on, times M tokens: sums[m][b] = sum over groups of scale * dot(q_w + 128, q_x).
-template <int M, int B>
-inline void int8_tile(const uint8_t* block, int64_t stride, int cols, const IntRow* x, F16 (&sums)[M][B]) {
-    const int lines = (cols + 3) / 4;
-    COLIBRI_UNROLL for (int m = 0; m < M; ++m)
-        COLIBRI_UNROLL for (int b = 0; b < B; ++b) sums[m][b] = set1(0.0f);
-    for (int g = 0, first = 0; first < lines; ++g, first += kActivationGroup / 4) {
-        const int last = std::min(lines, first + kActivationGroup / 4);
-        I32 dots[M][B];
-        COLIBRI_UNROLL for (int m = 0; m < M; ++m)
-            COLIBRI_UNROLL for (int b = 0; b < B; ++b) dots[m][b] = zero_i32();
-        if constexpr (M * B == 1) {  // four chains hide the latency; integer sums do not care
-            I32 more[3] = {zero_i32(), zero_i32(), zero_i32()};
-            const uint8_t* w = block + 64 * first;
-            const int8_t* q = x[0].q + 4 * first;
-            int l = first;
-            for (; l + 4 <= last; l += 4, w += 256, q += 16) {
-                __builtin_prefetch(w + 2048), __builtin_prefetch(w + 2112), __builtin_prefetch(w + 2176), __builtin_prefetch(w + 2240);
-                dots[0][0] = dot4(dots[0][0], flip_sign(load_unsigned(w)), four_bytes(q));
-                more[0] = dot4(more[0], flip_sign(load_unsigned(w + 64)), four_bytes(q + 4));
-                more[1] = dot4(more[1], flip_sign(load_unsigned(w + 128)), four_bytes(q + 8));
-                more[2] = dot4(more[2], flip_sign(load_unsigned(w + 192)), four_bytes(q + 12));
-            }
-            for (; l < last; ++l, w += 64, q += 4) dots[0][0] = dot4(dots[0][0], flip_sign(load_unsigned(w)), four_bytes(q));
-            dots[0][0] = (dots[0][0] + more[0]) + (more[1] + more[2]);
-        } else {
-            for (int l = first; l < last; ++l) {
-                Line w[B];
-                COLIBRI_UNROLL for (int b = 0; b < B; ++b) w[b] = flip_sign(load_unsigned(block + b * stride + 64 * l));
-                COLIBRI_UNROLL for (int m = 0; m < M; ++m) {
-                    int32_t q = four_bytes(x[m].q + 4 * l);
-                    COLIBRI_UNROLL for (int b = 0; b < B; ++b) dots[m][b] = dot4(dots[m][b], w[b], q);
-                }
-            }
-        }
-        COLIBRI_UNROLL for (int m = 0; m < M; ++m)
-            COLIBRI_UNROLL for (int b = 0; b < B; ++b) sums[m][b] = fma(to_float(dots[m][b]), set1(x[m].scale[g]), sums[m][b]);
-    }
-}
-
-struct RowScales {
-    F16 scale, shift;  // per row: scale * factor, zero + 128
-    RowScales(const Matrix& w, int block) {
-        scale = w.scale_of(block, 0) * set1(w.factor), shift = w.zero_of(block, 0) + set1(128.0f);
-    }
-    F16 finish(F16 sum, float bias) const { return (sum - shift * set1(bias)) * scale; }
-};
-
-template <int M, int B, class Write>
-inline void int8_tile_out(const Matrix& w, int block, const IntRow* x, int token, const RowScales* rows, Write& write) {
-    F16 sums[M][B];
-    int8_tile<M, B>(w.data + block * w.block_bytes(), w.block_bytes(), w.cols, x + token, sums);
-    for (int m = 0; m < M; ++m)
-        for (int b = 0; b < B; ++b) write(token + m, 16 * (block + b), rows[b].finish(sums[m][b], x[token + m].bias));
-}
-
-// Row blocks [first, last) of W times `tokens` quantised rows; `write(token, row, sixteen outputs)`.
-template <class Write>
-void int8_blocks(const Matrix& w, int first, int last, const IntRow* x, int tokens, Write&& write) {
-    constexpr int kSuper = 96;  // tokens whose rows should stay in L2 while a stretch of W passes
-    for (int t0 = 0; t0 < tokens; t0 += kSuper) {
-        const int t1 = std::min(tokens, t0 + kSuper);
-        int b = first;
-        if (t1 - t0 >= kIntTokens)
-            for (; b + kIntBlocks <= last; b += kIntBlocks) {
-                RowScales rows[2] = {RowScales(w, b), RowScales(w, b + kIntBlocks - 1)};
-                int t = t0;
-                for (; t + kIntTokens <= t1; t += kIntTokens) int8_tile_out<kIntTokens, kIntBlocks>(w, b, x, t, rows, write);
-                for (; t < t1; ++t) int8_tile_out<1, kIntBlocks>(w, b, x, t, rows, write);
-            }
-        for (; b < last; ++b) {
-            RowScales rows(w, b);
-            int t = t0;
-            for (; t + kIntTokens <= t1; t += kIntTokens) int8_tile_out<kIntTokens, 1>(w, b, x, t, &rows, write);
-            for (; t < t1; ++t) int8_tile_out<1, 1>(w, b, x, t, &rows, write);
-        }
-    }
 }
 
 // Rows of activations quantised once and read by many products. The arrays grow to the largest step and are then reused.
@@ -141,23 +69,164 @@ class IntRows {
     void quantise(const float* const* x, int tokens, int cols, int threads) {
         const size_t width = padded_activations(cols), groups = activation_groups(cols);
         if (q_.size() < tokens * width) q_.resize(tokens * width);
-        if (scale_.size() < tokens * groups) scale_.resize(tokens * groups);
+        if (scale_.size() < tokens * groups) scale_.resize(tokens * groups), sums_.resize(2 * tokens * groups);
         if (rows_.size() < static_cast<size_t>(tokens)) rows_.resize(tokens);
-        parallel_for(tokens, threads, [&](int m) {
-            int8_t* q = q_.data() + m * width;
-            float* scale = scale_.data() + m * groups;
-            float bias = quantise_row(x[m], cols, q, scale);
-            rows_[m] = {q, scale, bias};
+        const int per_task = std::max<int>(1, 8192 / width);
+        parallel_for((tokens + per_task - 1) / per_task, threads, [&](int task) {
+            for (int m = task * per_task; m < std::min(tokens, (task + 1) * per_task); ++m) {
+                int8_t* q = q_.data() + m * width;
+                float *scale = scale_.data() + m * groups, *sums = sums_.data() + 2 * m * groups;
+                float bias = quantise_row(x[m], cols, q, scale, sums);
+                rows_[m] = {q, scale, sums, bias};
+            }
         });
     }
 
    private:
     std::vector<int8_t> q_;
-    std::vector<float> scale_;
+    std::vector<float> scale_, sums_;
     std::vector<IntRow> rows_;
 };
 
 // Whether a matrix as it is stored has an integer path.
-inline bool integer_weights(const Matrix& w) { return w.format == Format::int8 && w.group == 0; }
+inline bool integer_weights(const Matrix& w) { return is_scaled(w.format); }
+
+// How the codes of a line become unsigned bytes, four columns at a time.
+template <Format F>
+struct Unsigned;
+template <>
+struct Unsigned<Format::int8> {
+    static constexpr float kOffset = 128.0f;
+    static Line get(Line line, int) { return flip_sign(line); }
+};
+template <>
+struct Unsigned<Format::int4> {
+    static constexpr float kOffset = 0.0f;
+    static Line get(Line line, int part) { return part ? high_nibbles(line) : low_nibbles(line); }
+};
+template <>
+struct Unsigned<Format::mxfp4> {  // twice the E2M1 number, from -12 to 12
+    static constexpr float kOffset = 12.0f;
+    static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    static Line get(Line line, int part) { return lookup_bytes(kTable, part ? high_nibbles(line) : low_nibbles(line)); }
+};
+
+// dots[m][b] = exact sum over columns first … last of (q_w + offset) * q_x, for B row blocks that lie `stride` bytes apart.
+template <Format F, int M, int B>
+inline void int_dots(const uint8_t* block, int64_t stride, int first, int last, const IntRow* x, I32 (&dots)[M][B]) {
+    constexpr int kColumns = line_columns(F), kParts = kColumns / 4;
+    COLIBRI_UNROLL for (int m = 0; m < M; ++m)
+        COLIBRI_UNROLL for (int b = 0; b < B; ++b) dots[m][b] = zero_i32();
+    const uint8_t* line = block + first / kColumns * 64;
+    int k = first;
+    if constexpr (M * B == 1) {  // four chains hide the latency; integer sums do not care
+        constexpr int kLines = 4 / kParts;
+        I32 more[3] = {zero_i32(), zero_i32(), zero_i32()};
+        for (; k + 16 <= last; k += 16, line += 64 * kLines) {
+            COLIBRI_UNROLL for (int i = 0; i < kLines; ++i) {
+                __builtin_prefetch(line + 2048 + 64 * i);
+                Line w = load_unsigned(line + 64 * i);
+                COLIBRI_UNROLL for (int part = 0; part < kParts; ++part) {
+                    const int chain = kParts * i + part;
+                    I32& dot = chain == 0 ? dots[0][0] : more[chain - 1];
+                    dot = dot4(dot, Unsigned<F>::get(w, part), four_bytes(x[0].q + k + 4 * chain));
+                }
+            }
+        }
+        dots[0][0] = (dots[0][0] + more[0]) + (more[1] + more[2]);
+    }
+    for (; k < last; k += kColumns, line += 64) {
+        Line w[B];
+        COLIBRI_UNROLL for (int b = 0; b < B; ++b) w[b] = load_unsigned(line + b * stride);
+        COLIBRI_UNROLL for (int part = 0; part < kParts; ++part) {
+            Line u[B];
+            COLIBRI_UNROLL for (int b = 0; b < B; ++b) u[b] = Unsigned<F>::get(w[b], part);
+            COLIBRI_UNROLL for (int m = 0; m < M; ++m) {
+                int32_t q = four_bytes(x[m].q + k + 4 * part);
+                COLIBRI_UNROLL for (int b = 0; b < B; ++b) dots[m][b] = dot4(dots[m][b], u[b], q);
+            }
+        }
+    }
+}
+
+// B row blocks from `block` on, times M tokens; sums[m][b] = y of sixteen rows, the factor aside.
+template <Format F, int M, int B>
+inline void int_tile(const Matrix& w, int block, const IntRow* x, F16 (&sums)[M][B]) {
+    const uint8_t* data = w.data + block * w.block_bytes();
+    const int stretch = w.group == kSumStretch ? kSumStretch : kActivationGroup;
+    const F16 offset = set1(Unsigned<F>::kOffset);
+    COLIBRI_UNROLL for (int m = 0; m < M; ++m)
+        COLIBRI_UNROLL for (int b = 0; b < B; ++b) sums[m][b] = set1(0.0f);
+    for (int first = 0; first < w.cols; first += stretch) {
+        I32 dots[M][B];
+        int_dots<F, M, B>(data, w.block_bytes(), first, std::min(w.cols, first + stretch), x, dots);
+        const int g = first / kActivationGroup, s = first / kSumStretch;
+        if (w.group == 0) {  // the offset goes out here, where it is exact, and not where large sums would cancel
+            COLIBRI_UNROLL for (int m = 0; m < M; ++m) {
+                F16 sx = set1(x[m].scale[g]), extra = set1(Unsigned<F>::kOffset * (x[m].sums[s] + x[m].sums[s + 1]));
+                COLIBRI_UNROLL for (int b = 0; b < B; ++b) {
+                    F16 dot = to_float(dots[m][b]);
+                    if constexpr (Unsigned<F>::kOffset != 0.0f) dot = dot - extra;
+                    sums[m][b] = fma(dot, sx, sums[m][b]);
+                }
+            }
+            continue;
+        }
+        F16 scale[B], shift[B];
+        COLIBRI_UNROLL for (int b = 0; b < B; ++b) {
+            scale[b] = w.scale_of(block + b, first / w.group);
+            shift[b] = w.zero_of(block + b, first / w.group) + offset;
+        }
+        COLIBRI_UNROLL for (int m = 0; m < M; ++m) {
+            F16 total = set1(stretch == kSumStretch ? x[m].sums[s] : x[m].sums[s] + x[m].sums[s + 1]), sx = set1(x[m].scale[g]);
+            COLIBRI_UNROLL for (int b = 0; b < B; ++b)
+                sums[m][b] = fma(to_float(dots[m][b]) - shift[b] * total, scale[b] * sx, sums[m][b]);
+        }
+    }
+    if (w.group) return;
+    COLIBRI_UNROLL for (int b = 0; b < B; ++b) {
+        F16 scale = w.scale_of(block + b, 0), zero = w.zero_of(block + b, 0);
+        COLIBRI_UNROLL for (int m = 0; m < M; ++m) sums[m][b] = (sums[m][b] - zero * set1(x[m].bias)) * scale;
+    }
+}
+
+template <Format F, int M, int B, class Write>
+inline void int_tile_out(const Matrix& w, int block, const IntRow* x, int token, Write& write) {
+    F16 sums[M][B];
+    int_tile<F, M, B>(w, block, x + token, sums);
+    for (int m = 0; m < M; ++m)
+        for (int b = 0; b < B; ++b) write(token + m, 16 * (block + b), sums[m][b] * set1(w.factor));
+}
+
+template <Format F, class Write>
+void int_blocks(const Matrix& w, int first, int last, const IntRow* x, int tokens, Write& write) {
+    constexpr int kSuper = 96;  // tokens whose rows should stay in L2 while a stretch of W passes
+    for (int t0 = 0; t0 < tokens; t0 += kSuper) {
+        const int t1 = std::min(tokens, t0 + kSuper);
+        int b = first;
+        if (t1 - t0 >= kIntTokens)
+            for (; b + kIntBlocks <= last; b += kIntBlocks) {
+                int t = t0;
+                for (; t + kIntTokens <= t1; t += kIntTokens) int_tile_out<F, kIntTokens, kIntBlocks>(w, b, x, t, write);
+                for (; t < t1; ++t) int_tile_out<F, 1, kIntBlocks>(w, b, x, t, write);
+            }
+        for (; b < last; ++b) {
+            int t = t0;
+            for (; t + kIntTokens <= t1; t += kIntTokens) int_tile_out<F, kIntTokens, 1>(w, b, x, t, write);
+            for (; t < t1; ++t) int_tile_out<F, 1, 1>(w, b, x, t, write);
+        }
+    }
+}
+
+// Row blocks [first, last) of W times `tokens` quantised rows; `write(token, row, sixteen outputs)`.
+template <class Write>
+void int8_blocks(const Matrix& w, int first, int last, const IntRow* x, int tokens, Write&& write) {
+    switch (w.format) {
+        case Format::int8: return int_blocks<Format::int8>(w, first, last, x, tokens, write);
+        case Format::int4: return int_blocks<Format::int4>(w, first, last, x, tokens, write);
+        case Format::mxfp4: return int_blocks<Format::mxfp4>(w, first, last, x, tokens, write);
+        default: return;  // integer_weights() is false for these
+    }
+}
 
 }  // namespace colibri

@@ -38,6 +38,13 @@ inline Line load_unsigned(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Line flip_sign(Line a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi8(-128))}; }  // q → q + 128
 inline Line low_nibbles(Line a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline Line high_nibbles(Line a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+inline Line lookup_bytes(const uint8_t* table, Line index) {
+    __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), index.v)};
+}
+inline void store_i8(int8_t* to, F16 whole) {  // sixteen whole numbers from -128 to 127
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole.v)));
+}
 inline I32 dot4(I32 acc, Line w, int32_t x) {
     __m512i b = _mm512_set1_epi32(x);
 #if defined(__AVX512VNNI__)
@@ -78,6 +85,10 @@ inline Line low_nibbles(Line x) {
     return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
 }
 inline Line high_nibbles(Line x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+inline Line lookup_bytes(const uint8_t* table, Line index) {
+    __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(t, index.a), _mm256_shuffle_epi8(t, index.b)};
+}
 inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
     __m256i even_w = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd_w = _mm256_srli_epi16(w, 8);
     __m256i even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd_x = _mm256_srai_epi16(x, 8);
@@ -124,6 +135,10 @@ inline Line high_nibbles(Line a) {
     for (uint8_t& b : a.v) b >>= 4;
     return a;
 }
+inline Line lookup_bytes(const uint8_t* table, Line index) {
+    for (uint8_t& b : index.v) b = table[b];
+    return index;
+}
 #if defined(COLIBRI_SIMD_NEON) && defined(__ARM_FEATURE_DOTPROD)
 constexpr const char* kInt8Path = "neon-dotprod";
 // The instruction wants equal signs: (w - 128) . x + 128 * sum(x), both exact.
@@ -146,6 +161,14 @@ inline I32 dot4(I32 acc, Line w, int32_t x) {
     return acc;
 }
 #endif
+#endif
+
+#if !defined(COLIBRI_SIMD_AVX512)
+inline void store_i8(int8_t* to, F16 whole) {  // sixteen whole numbers from -128 to 127
+    float lanes[16];
+    store(lanes, whole);
+    for (int i = 0; i < 16; ++i) to[i] = static_cast<int8_t>(lanes[i]);
+}
 #endif
 
 }  // namespace colibri
