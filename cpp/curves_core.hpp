@@ -82,38 +82,42 @@ private:
     int next_ = 0, live_ = 0;
 };
 
-// Mattson's stack for priorities: what may stay at C slots but not at C - 1 stands at place C. `better` keys stay longer.
+// Mattson's stack for priorities: what may stay at C slots but not at C - 1 stands at place C.
 class PriorityStack {
 public:
-    PriorityStack(int ids, bool forced) : place_(ids, -1), key_(ids), member_(ids), forced_(forced) {}
+    PriorityStack(int ids, bool forced) : place_(ids, -1), member_(ids), forced_(forced) {}
     void clear() {
-        for (int id : stack_) place_[id] = -1;
+        for (const Entry& entry : stack_) place_[entry.id] = -1;
         stack_.clear();
     }
     int rank(int id) const { return place_[id] + 1; }
 
     // The event's members (any order) with their new keys; a larger (key, id) stays longer.
+    //
+    // At C slots the members join what was there, and the best C stay (members first when admission is forced). Walking down
+    // the old stack, `waiting` holds what did not stay at C slots but may at more; each place takes the best of those.
     void update(const int32_t* ids, int n, const uint64_t* keys) {
+        if (n == 1) return update_one({keys[0], ids[0]});
         int unseen = 0;
         member_.clear();
+        waiting_.clear();
+        members_.clear();
         for (int i = 0; i < n; ++i) {
-            key_[ids[i]] = keys[i];
+            members_.push_back({keys[i], ids[i]});
             member_.add(ids[i]);
             unseen += place_[ids[i]] < 0;
         }
-        waiting_.clear();
         int old = int(stack_.size()), at = 0;
         stack_.resize(old + unseen);
         auto read = [&](int j) {
-            if (j < old && !member_(stack_[j])) push(stack_[j]);
+            if (j < old && !member_(stack_[j].id)) push(stack_[j]);
         };
         if (forced_) {
             for (; at < n; ++at) read(at);
-            sorted_.assign(ids, ids + n);
-            std::sort(sorted_.begin(), sorted_.end(), [&](int a, int b) { return stays(a, b); });
-            for (int j = 0; j < n; ++j) put(j, sorted_[j]);
+            std::sort(members_.begin(), members_.end(), [](const Entry& a, const Entry& b) { return b < a; });
+            for (int j = 0; j < n; ++j) put(j, members_[j]);
         } else {
-            for (int i = 0; i < n; ++i) push(ids[i]);
+            for (const Entry& member : members_) push(member);
         }
         for (; !waiting_.empty(); ++at) {
             read(at);
@@ -122,23 +126,48 @@ public:
     }
 
 private:
-    bool stays(int a, int b) const { return key_[a] > key_[b] || (key_[a] == key_[b] && a > b); }
-    void push(int id) {
-        waiting_.push_back(id);
-        std::push_heap(waiting_.begin(), waiting_.end(), [&](int a, int b) { return stays(b, a); });
+    struct Entry {
+        uint64_t key;
+        int id;
+        bool operator<(const Entry& other) const { return key < other.key || (key == other.key && id < other.id); }
+    };
+    // The same for an event of one member, where at most one entry waits.
+    void update_one(Entry member) {
+        int end = place_[member.id];
+        if (end < 0) {
+            end = int(stack_.size());
+            stack_.push_back(member);
+        }
+        Entry waiting = member;
+        int at = 0;
+        if (forced_ && end > 0) {
+            waiting = stack_[0];
+            put(at++, member);
+        }
+        for (; at < end; ++at) {
+            if (!(stack_[at] < waiting)) continue;
+            Entry loser = stack_[at];
+            put(at, waiting);
+            waiting = loser;
+        }
+        put(end, waiting);
     }
-    int pop() {
-        std::pop_heap(waiting_.begin(), waiting_.end(), [&](int a, int b) { return stays(b, a); });
-        int id = waiting_.back();
+    void push(const Entry& entry) {
+        waiting_.push_back(entry);
+        std::push_heap(waiting_.begin(), waiting_.end());
+    }
+    Entry pop() {
+        std::pop_heap(waiting_.begin(), waiting_.end());
+        Entry best = waiting_.back();
         waiting_.pop_back();
-        return id;
+        return best;
     }
-    void put(int at, int id) {
-        stack_[at] = id;
-        place_[id] = at;
+    void put(int at, const Entry& entry) {
+        stack_[at] = entry;
+        place_[entry.id] = at;
     }
-    std::vector<int> stack_, place_, waiting_, sorted_;
-    std::vector<uint64_t> key_;
+    std::vector<Entry> stack_, waiting_, members_;
+    std::vector<int> place_;
     Pins member_;
     bool forced_;
 };
