@@ -281,7 +281,7 @@ function about(spec, at, [l, e]) {
   }
   const state = ["not in memory", "resident", "used by this token", "missed: read for this token"][at(k)];
   const since = at(L * E + k), uses = at(2 * L * E + k);
-  const held = Number.isNaN(since) ? "" : since === 0 ? ", since the prompt" : `, since step ${since}`;
+  const held = Number.isNaN(since) ? "" : since < 0 ? ", from the start" : `, since step ${since}`;
   return `layer ${spec.rows[l]}, expert ${e}: ${state}${held}, used by ${uses} step${uses === 1 ? "" : "s"} so far`;
 }
 

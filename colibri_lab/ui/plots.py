@@ -203,7 +203,7 @@ def _grid(ax, frame: Frame) -> None:
     colors = [LIGHT["absent"]] + [LIGHT[s.color] for s in frame.series]
     layers, experts = states.shape
     ax.pcolormesh(states, cmap=ListedColormap(colors), vmin=-0.5, vmax=len(colors) - 0.5, edgecolors="white",
-                  lw=min(0.6, 30 / experts))  # fmt: skip
+                  lw=0 if experts > 80 else 0.6)  # fmt: skip
     rows, columns = np.nonzero(states == frames.MISSED)
     size = min(MISS_MARK, 250 / experts)
     ax.plot(columns + 0.5, rows + 0.5, "x", color="white", ms=size, mew=size / 4)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from colibri_lab.ui.newest import Newest
+
+
+def test_only_the_newest_of_what_waited_is_served():
+    served, begun, go = [], threading.Event(), threading.Event()
+
+    def serve(job, stale):
+        begun.set()
+        go.wait(10)
+        served.append((job, stale()))
+
+    worker = Newest(serve, "test-newest")
+    worker.submit(0)
+    assert begun.wait(10)
+    for job in (1, 2, 3):
+        worker.submit(job)
+    go.set()
+    assert worker.wait(10)
+    assert served == [(0, True), (3, False)]
+    assert "test-newest" not in [t.name for t in threading.enumerate()]
+
+
+def test_an_error_in_the_background_ends_that_job_only():
+    served = []
+
+    def serve(job, stale):
+        if job == "bad":
+            raise ValueError("cannot")
+        served.append(job)
+
+    worker = Newest(serve, "test-newest")
+    worker.submit("bad")
+    assert worker.wait(10)
+    worker.submit("good")
+    assert worker.wait(10) and served == ["good"]
+    with pytest.raises(ValueError, match="cannot"):
+        worker.run("bad")
+
+
+def test_run_answers_in_this_thread_after_dropping_what_waited():
+    seen = []
+    worker = Newest(lambda job, stale: seen.append((job, threading.current_thread())) or job, "test-newest")
+    assert worker.run(7) == 7
+    assert seen == [(7, threading.current_thread())]
+
+
+def test_stop_makes_the_running_job_stale_and_waits_for_it():
+    begun, ended = threading.Event(), []
+
+    def serve(job, stale):
+        begun.set()
+        while not stale():
+            pass
+        ended.append(job)
+
+    worker = Newest(serve, "test-newest")
+    worker.submit(1)
+    assert begun.wait(10)
+    assert worker.stop(10) and ended == [1]
+
+
+def test_waiting_from_inside_does_not_wait_for_itself():
+    answers = []
+    worker = Newest(lambda job, stale: answers.append(worker.wait(10)), "test-newest")
+    worker.submit(1)
+    assert worker.wait(10) and answers == [False]
+
+
+def test_after_a_timeout_wait_says_so():
+    go = threading.Event()
+    worker = Newest(lambda job, stale: go.wait(10), "test-newest")
+    worker.submit(1)
+    assert worker.wait(0.01) is False
+    go.set()
+    assert worker.wait(10)
