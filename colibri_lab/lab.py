@@ -161,6 +161,16 @@ class Lab:
         with self._exclusive():
             self.engine.cache.reset()
 
+    def resize(self, slots: int | str) -> None:
+        """Change expert_cache_slots and keep what is resident as far as it fits, with the policy's history.
+
+        Raises as `configure`; a failure leaves the model open as it was, but cold.
+        """
+        carried = self.engine.cache.hand_over()
+        self.configure(expert_cache_slots=slots)
+        with self._exclusive():
+            self.engine.cache.take_over(carried)
+
     def configure(self, **settings) -> None:
         """Change settings of scope "open" while the model stays open; the expert cache starts cold.
 

@@ -9,6 +9,7 @@ buffers, which are counted in memory like slots.
 from __future__ import annotations
 
 import warnings
+from typing import NamedTuple
 
 import numpy as np
 
@@ -100,6 +101,16 @@ def _members(blocks: list[int], ids: np.ndarray, block_size: int) -> list[list[i
     for expert in np.unique(ids).tolist():
         by_block[expert // block_size].append(expert)
     return list(by_block.values())
+
+
+class Carried(NamedTuple):
+    """The state of a cache without its memory: the core with residency and policy, predictor, events and counters."""
+
+    core: object
+    prefetcher: Prefetcher | None
+    events: list[tuple] | None
+    bytes_loaded: np.ndarray
+    steps: int
 
 
 class ExpertCache:
@@ -250,6 +261,23 @@ class ExpertCache:
                     f"blocks 0 to {self.blocks - 1}"
                 )
         return pairs
+
+    def hand_over(self) -> Carried:
+        """What another cache needs to go on where this one stops; no buffers, so that their memory can be freed first."""
+        self._loader.drain()
+        return Carried(self._core, self.prefetcher, self._events, self.bytes_loaded, self._steps)
+
+    def take_over(self, carried: Carried) -> None:
+        """Go on where a cache of another size stopped. The policy chooses who leaves; who stays is read again."""
+        carried.core.resize(self.slots)
+        self._core, self.prefetcher, self._events = carried.core, carried.prefetcher, carried.events
+        self.bytes_loaded, self._steps = carried.bytes_loaded, carried.steps
+        for slot in range(self._core.slot_count):
+            occupant = self._core.occupant(slot)
+            if occupant is not None:
+                layer, block = occupant
+                self._core.loaded(slot)
+                self._loader.wait(self._loader.submit([layer * self.blocks + block], [slot], True))
 
     def start_sequence(self) -> None:
         """A new text begins: with cache_reset per-sequence the cache starts cold."""
