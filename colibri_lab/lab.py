@@ -144,7 +144,7 @@ class Lab:
 
         Slots and pages count whole, filled or not. `lab.engine.pool.touched()` tells what the system really gave.
         """
-        parts = self.engine.memory(peak)
+        parts = {**self.engine.memory(peak), "tokenizer_bytes": self._facts.tokenizer_bytes}
         return {**parts, "total_bytes": sum(parts.values())}
 
     def residency(self) -> np.ndarray:

@@ -21,6 +21,9 @@ from ..errors import MemoryPlanError
 from ..front import find_model
 from ..units import format_size, parse_size
 
+# What the `tokenizers` library takes per vocabulary entry: 315 to 345 bytes for BPE vocabularies of 4 to 150 thousand.
+BYTES_PER_ENTRY = 340
+
 PARTS = {
     "dense_bytes": "weights that every token needs, mapped",
     "embedding_bytes": "embedding, mapped; a row per token is read",
@@ -31,6 +34,7 @@ PARTS = {
     "rotary_bytes": "rotary tables",
     "scratch_bytes": "arenas and logits",
     "loader_bytes": "windows of the loader threads",
+    "tokenizer_bytes": "tokenizer, estimated",
 }
 
 
@@ -46,6 +50,7 @@ class ModelFacts:
     dense_bytes: int
     embedding_bytes: int
     max_seq_len: int | None
+    tokenizer_bytes: int = 0
 
     @classmethod
     def of_container(cls, box: container.Container) -> ModelFacts:
@@ -57,23 +62,25 @@ class ModelFacts:
 
         return cls._of(
             str(box.info["source"]), box.config, box.block_size, {name: size(name) for name in box.files}, box.slot_bytes,
-            box.info.get("max_seq_len"),
+            box.info.get("max_seq_len"), box.info["tokenizer"],
         )  # fmt: skip
 
     @classmethod
     def of_checkpoint(cls, directory: str | os.PathLike, **convert_options) -> ModelFacts:
         """A checkpoint as `convert` with these options would make it; only headers are read."""
         plan = plan_conversion(directory, Path(directory) / "not-written", **convert_options)
-        return cls._of(Path(directory).name, plan.config, plan.block_size, plan.sizes, plan.slot_bytes, plan.max_seq_len)
+        return cls._of(
+            Path(directory).name, plan.config, plan.block_size, plan.sizes, plan.slot_bytes, plan.max_seq_len, plan.tokenizer
+        )
 
     @classmethod
-    def _of(cls, name, config, block_size, sizes, slot_bytes, max_seq_len) -> ModelFacts:
+    def _of(cls, name, config, block_size, sizes, slot_bytes, max_seq_len, tokenizer) -> ModelFacts:
         embedding = 0 if config.tied_embeddings else sizes[layout.EMBED]
         return cls(
             name=name, config=config, blocks_per_layer=layout.blocks_per_layer(config, block_size), slot_bytes=slot_bytes,
             block_file_bytes=max(size for file, size in sizes.items() if "/expert_" in file),
             dense_bytes=sum(size for file, size in sizes.items() if file.startswith("dense/")) - embedding,
-            embedding_bytes=embedding, max_seq_len=max_seq_len,
+            embedding_bytes=embedding, max_seq_len=max_seq_len, tokenizer_bytes=tokenizer["vocab_size"] * BYTES_PER_ENTRY,
         )  # fmt: skip
 
 
@@ -96,6 +103,7 @@ class MemoryPlan(dict):
             rotary_bytes=z.rotary_bytes,
             scratch_bytes=z.scratch_bytes,
             loader_bytes=windows,
+            tokenizer_bytes=facts.tokenizer_bytes,
         )
         super().__init__(parts, total_bytes=sum(parts.values()))
 
