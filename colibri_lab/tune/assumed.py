@@ -16,6 +16,7 @@ from ..trace.table import DECODE, PREFILL, Trace
 TYPICAL = (1.2, 0.4)
 EVEN = (0.0, 0.0)  # no expert preferred, no memory: the worst there can be for a cache
 CLUSTERED = (1.6, 0.6)
+COUNTS_KEEP = 1.2  # with counts of a whole text, which are flatter than any stretch of it
 WORDS = {
     TYPICAL: "routing assumed as skewed and as sticky as in recorded Qwen3-30B-A3B and OLMoE-1B-7B traces",
     EVEN: "even routing without memory",

@@ -371,31 +371,27 @@ def _threads_choice(one: Predictor, machine_: dict, speed: float) -> Choice:
 
 
 def _per_layer(one: Predictor, settings: dict) -> tuple[list[int] | None, list[Choice]]:
-    """The best unequal split of the same slots, judged on the half of the trace it was not fitted to."""
+    """The best unequal split of the same slots, judged on the half of the trace it was not fitted to. It needs a policy
+    with a one-pass curve: lru stands in for those without."""
     from ..trace.bounds import allocate
 
-    trace = one.traces[0]
-    if settings["scope"] != "layer" or settings["policy"] != "lru" or one.shape.block_size != 1:
-        return None, []
+    name = "slots per layer"
+    speed = float(one.at(**settings).tokens_per_s.value)
+    if settings["scope"] != "layer":
+        return None, [Choice(name, "shared", "all layers share one pool", speed)]
     try:
-        table, found = allocate(trace, settings["expert_cache_slots"], settings["policy"])
-    except ColibriError:
-        return None, []
-    saving, speed = found["saving_held_out"], float(one.at(**settings).tokens_per_s.value)
+        table, found = allocate(one.traces[0], settings["expert_cache_slots"], "lru", block_size=one.shape.block_size)
+    except ColibriError as error:
+        return None, [Choice(name, "equal", f"no other split could be tried: {error}", speed)]
+    saving = found["saving_held_out"]
     if saving is None or saving <= 0:
-        return None, [
-            Choice(
-                "slots per layer",
-                "equal",
-                "an unequal split, fitted to half of the trace, saves nothing on the other half",
-                speed,
-            )
-        ]
+        reason = "an unequal split, fitted to half of the trace under lru, saves nothing on the other half"
+        return None, [Choice(name, "equal", reason, speed)]
     reason = (
-        f"an unequal split would read {saving:.1%} fewer bytes on the half of the trace it was not fitted to; the engine gives "
-        "every layer the same number"
+        f"the engine gives every layer the same; an unequal split would read {saving:.1%} fewer bytes on the half of the trace "
+        "it was not fitted to, under lru"
     )
-    return [int(n) for n in table.slots], [Choice("slots per layer", "equal", reason, speed)]
+    return [int(n) for n in table.slots], [Choice(name, "equal", reason, speed)]
 
 
 # ---- measuring

@@ -337,7 +337,7 @@ def routing_of(shape: Shape, trace: Trace | None, prompt: int, seed: int = 0) ->
         top_k = trace.header["top_k"] or shape.top_k
         known["top_k"] = top_k
         traces = [assumed.routing(**known, counts=trace.counts, keep=keep, seed=seed)
-                  for keep in (assumed.TYPICAL[1], 0.0, assumed.CLUSTERED[1])]  # fmt: skip
+                  for keep in (assumed.COUNTS_KEEP, 0.0, 1.5 * assumed.COUNTS_KEEP)]  # fmt: skip
         return traces, ["counts only: experts are drawn by their counts, with the stickiness of recorded traces; the band "
                         "reaches from none to more than any recorded here"]  # fmt: skip
     said = []

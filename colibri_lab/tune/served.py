@@ -84,18 +84,18 @@ def serve(
     prefetch: str = "none",
     prefetch_budget: int | None = None,
     fit: Trace | None = None,
-    recency: str = "first",
+    recency: str = "engine",
 ) -> Served:
     """Drive `trace` through the cache at `slots` (per layer or in all by `scope`; or bytes, as "4000 MiB").
 
     fit      where pinning policies take their set from; default the trace itself
-    recency  in which order a step of many tokens touches its experts: "first", by first use, as this engine does, or
-             "last", by last use, as engines do that go through the tokens one by one
+    recency  "engine" leaves a step's experts used in the order of this engine; "listed" in the order they are listed in, a
+             prompt's by their last token, as engines do that go through tokens and experts one by one
     Raises as `trace.replay`.
     """
     trace.require("rows", what="following a cache event by event")
-    if recency not in ("first", "last"):
-        raise SettingError(f"recency must be first or last, got {recency!r}")
+    if recency not in ("engine", "listed"):
+        raise SettingError(f"recency must be engine or listed, got {recency!r}")
     info = policies.policy(policy)
     contract = Contract(scope, lookup, order, seed, admission, reset, block_size=block_size)
     size = Size.of(trace, slots, contract)
@@ -127,7 +127,7 @@ def serve(
             core.reset()
         layer, span = layer_of[e], slice(bounds[e], bounds[e + 1])
         ids = experts[span]
-        if recency == "last":
+        if recency == "listed":
             ids = np.array(list(dict.fromkeys(ids[::-1].tolist()))[::-1], np.uint16)
         result = core.step(layer, ids, phase_of[e], None if weights is None else weights[span])
         hit, late = result.hit, result.late
@@ -141,6 +141,9 @@ def serve(
         loaded += waiting
         loaded += [first + int(block) for block in result.blocks[hit == 0]]
         ends[e + 1] = len(loaded)
+        if recency == "listed":  # again, now that all are resident: only the order of their last use changes
+            for block in ids.tolist():
+                core.step(layer, np.array([block], np.uint16), phase_of[e])
         waiting = []
         if ahead_of is not None:
             target, predicted = ahead_of.after(layer, result.blocks.tolist())

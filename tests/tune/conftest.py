@@ -49,13 +49,20 @@ def probe_of() -> Probe:
         rate = next(value for name, value in values.items() if name in ("bytes_per_s", "seconds"))
         return {**values, "low": 0.95 * rate, "high": 1.05 * rate, "n": 5}
 
-    disk = [row(block_bytes=size, depth=depth, how="direct", bytes_per_s=1e9) for size in (1 << 16, 1 << 23) for depth in (1, 8)]
+    disk = [
+        row(block_bytes=size, depth=depth, how="direct", bytes_per_s=1e9)
+        for size in (1 << 16, 1 << 23)
+        for depth in (1, 8)
+    ]
     kernels = []
     for name, weight_bytes in (("bf16", 2.0), ("int8", 1.0), ("int4-g64", 0.5625)):
         for tokens, flops in ((1, 2e10 / weight_bytes), (64, 1e11)):
             seconds = 2 * tokens * 1024 * 2048 / flops
             rate = weight_bytes * 1024 * 2048 / seconds
-            kernels.append(row(format=name, threads=2, tokens=tokens, seconds=seconds) | {"weight_bytes_per_s": rate, "flop_per_s": flops})
+            kernels.append(
+                row(format=name, threads=2, tokens=tokens, seconds=seconds)
+                | {"weight_bytes_per_s": rate, "flop_per_s": flops}
+            )
     return Probe(
         {**machine_facts(), "physical_cores": 2}, "/", 16 * 2**30, 0, disk=disk,
         page_cache=[row(depth=depth, bytes_per_s=1e10) for depth in (1, 4)], memory=[row(threads=2, bytes_per_s=2e10)],
@@ -63,10 +70,15 @@ def probe_of() -> Probe:
     )  # fmt: skip
 
 
-def trace_of(steps: list[list[list[int]]], experts: int = 8) -> Trace:
-    """A decode trace by hand: steps[step][layer] are expert ids."""
-    rows = [(s, layer, ids) for s, layers in enumerate(steps) for layer, ids in enumerate(layers)]
-    return Trace.from_rows(
-        step=[row[0] for row in rows], layer=[row[1] for row in rows], experts=np.array([row[2] for row in rows]),
-        header={"num_experts": experts, "ranked": True},
-    )  # fmt: skip
+@pytest.fixture(scope="session")
+def trace_of():
+    """trace_of(steps, experts=8): a decode trace by hand, steps[step][layer] being expert ids."""
+
+    def make(steps: list[list[list[int]]], experts: int = 8) -> Trace:
+        rows = [(s, layer, ids) for s, layers in enumerate(steps) for layer, ids in enumerate(layers)]
+        return Trace.from_rows(
+            step=[row[0] for row in rows], layer=[row[1] for row in rows], experts=np.array([row[2] for row in rows]),
+            header={"num_experts": experts, "ranked": True},
+        )  # fmt: skip
+
+    return make

@@ -12,7 +12,13 @@ import colibri_lab as cl
 from colibri_lab.errors import SettingError
 from colibri_lab.tune import runs
 from colibri_lab.tune.compare import (
-    compare, compare_records, differences, judge, percentiles, sign_flip_chance, verdict,
+    compare,
+    compare_records,
+    differences,
+    judge,
+    percentiles,
+    sign_flip_chance,
+    verdict,
 )  # fmt: skip
 
 
@@ -129,4 +135,6 @@ def test_stored_runs_never_win_and_name_what_else_differs(tiny, monkeypatch):
     found = compare_records(a.id, c.id)
     assert found["varied"] == ["policy"] and found["winner"] is None and found["n"] == [1, 1]
     assert found["confounds"] == ["setting threads: 2 and 1", "page cache before the run: 100% and 20% of the experts"]
-    assert differences(b, runs.save("generate", requested={}, effective={"policy": "arc", "threads": 2}), ["policy"])[0].startswith("model")
+    assert differences(b, runs.save("generate", requested={}, effective={"policy": "arc", "threads": 2}), ["policy"])[
+        0
+    ].startswith("model")

@@ -76,7 +76,13 @@ def test_a_run_saves_itself_with_its_model_and_settings(tiny):
     assert kept.facts["tokens_per_s"] == pytest.approx(run.decode_tokens_per_s)
     assert kept.facts["total_bytes"] == lab.memory()["total_bytes"]
     requested = kept.manifest["settings"]["requested"]
-    assert requested == {"expert_cache_slots": 6, "policy": "arc", "max_tokens": 6, "temperature": 0.0, "stop_at_eos": False}
+    assert requested == {
+        "expert_cache_slots": 6,
+        "policy": "arc",
+        "max_tokens": 6,
+        "temperature": 0.0,
+        "stop_at_eos": False,
+    }
     assert kept.manifest["settings"]["effective"]["loader_threads"] == lab.settings["loader_threads"]
     assert len(kept.table("steps")) == len(run.steps)
     assert cl.runs(expert_cache_slots=6).id.tolist() == [kept.id]
