@@ -208,7 +208,7 @@ function columns(g, W, H, spec, at, ui) {
   for (let i = 0; i < n; i++) {
     const v = at(i), tick = at(2 * n + i), left = px(i) - step / 2, top = Math.min(py(v), zero);
     g.fillStyle = spec.series[at(n + i)].color[ui.dark];
-    g.fillRect(left + 0.1 * step, top, 0.8 * step, Math.max(Math.abs(py(v) - zero), 1));
+    g.fillRect(left + 0.1 * step, top, 0.8 * step, Math.max(Math.abs(py(v) - zero), v ? 1 : 0));
     if (!Number.isNaN(tick)) {
       g.fillStyle = ui.ink; g.fillRect(left, py(tick) - 1, step, 2);
     }

@@ -193,9 +193,8 @@ def _columns(ax, frame: Frame) -> None:
     ]
     if handles:
         labels = [s.label for s in named]
-        ax.legend(
-            handles, labels, fontsize=FONT_PT, ncols=len(named), loc="upper right", framealpha=0.85, handlelength=1
-        )
+        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.99), "borderaxespad": 0, "borderpad": 0.1}
+        ax.legend(handles, labels, fontsize=FONT_PT, ncols=len(named), frameon=False, handlelength=1, **place)
 
 
 def _grid(ax, frame: Frame) -> None:
