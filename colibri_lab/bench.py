@@ -17,12 +17,13 @@ import numpy as np
 import pandas as pd
 
 from . import __version__, kernels, machine
+from .checkpoint.formats import find_format
 from .errors import SettingError, StorageError, did_you_mean
 from .kernels import toolchain
 from .limits import Limits, LimitWork
 from .timing import Timing, race
 from .units import format_size
-from .workloads import INTEGER, Workload, workload
+from .workloads import Workload, workload
 
 WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int8-g64", "int4-g64", "mxfp4")
 TOKENS = (1, 4, 16, 64)
@@ -154,7 +155,7 @@ def _kernel(report: Report, works: list[Workload], threads: int, rounds: int, pr
 def _variants(number_formats: list[str]) -> Iterator[dict]:
     for name in number_formats:
         yield {"format": name}
-        if name in INTEGER:
+        if find_format(name).scaled:
             yield {"format": name, "int8_activations": True}
 
 

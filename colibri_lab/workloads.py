@@ -23,7 +23,6 @@ from .engine.router import KINDS
 from .errors import SettingError, did_you_mean
 
 POOL_BYTES = 128_000_000  # weights rotate through this much memory, so that they come from there and not from a cache
-INTEGER = ("int8",)  # formats whose codes the kernels multiply as bytes
 HIDDEN, WIDTH, TOP_K = 2048, 1024, 8  # an expert of OLMoE-1B-7B and of several others
 
 
@@ -92,8 +91,8 @@ def _noise(*shape: int) -> np.ndarray:
 
 
 def _integer(format: str, asked: bool) -> bool:
-    if asked and format not in INTEGER:
-        raise SettingError(f"int8_activations are for weights in {', '.join(INTEGER)}, not in {format}; leave it out")
+    if asked and not formats.find_format(format).scaled:
+        raise SettingError(f"int8_activations are for weights of integers with scales, not for {format}; leave it out")
     return asked
 
 

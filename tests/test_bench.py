@@ -65,7 +65,7 @@ def test_where_experts_lie_does_not_change_what_they_compute(format):
     [
         ("gem", {}, "did you mean 'gemm'"),
         ("gemm", {"format": "int9"}, "unknown number format 'int9'"),
-        ("gemm", {"format": "bf16", "int8_activations": True}, "are for weights in int8, not in bf16"),
+        ("gemm", {"format": "bf16", "int8_activations": True}, "are for weights of integers with scales, not for bf16"),
         ("ffn", {"layout": "heap"}, "layout cannot be 'heap'"),
     ],
 )
