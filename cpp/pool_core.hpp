@@ -56,6 +56,7 @@ struct Run {
     const int32_t* pass;        // by event
     int64_t first_access;       // index of the first member since the last reset
     const int32_t* row;         // by event: where in `total` it counts
+    const int32_t* alone;       // by event: one-member events of one row from here on, numbered consecutively
     RunCount* total;
 
     int64_t asked(int64_t first, int64_t last) const {
@@ -93,11 +94,8 @@ public:
     size_t run(const Run& r) {
         size_t k = 0;
         while (k < r.count) {
-            size_t alone = 0;  // one-member events in a row, whose members then lie side by side
             int64_t e = r.events[k];
-            while (k + alone < r.count && r.events[k + alone] == e + int64_t(alone) && r.row[e + alone] == r.row[e] &&
-                   r.offsets[e + alone + 1] - r.offsets[e + alone] == 1)
-                ++alone;
+            size_t alone = std::min<size_t>(r.alone[e], r.count - k);
             if (alone) run_singles(r, e, alone);
             size_t served = alone ? alone : run_sets(r, k);
             k += served;
@@ -204,7 +202,7 @@ private:
             }
             policy.miss(a);
             if (used == capacity_) {
-                int victim = policy.victim(nobody_);
+                int victim = policy.victim(NoPins{});
                 policy.evict(victim);
                 state[victim] = absent;
                 ++evictions;

@@ -122,12 +122,13 @@ ReplayResult drive_pools(const Stream& s, const ReplaySettings& r, CacheCore<P>&
             }
             bool counts = events[k] >= r.first_counted;
             auto same = [&](int32_t e) { return s.epoch[e] == epoch && (e >= r.first_counted) == counts; };
-            for (end = k; end < events.size() && end - k < chunk && same(events[end]);) ++end;
+            auto from = events.begin() + k;
+            end = k + (std::partition_point(from, from + std::min(chunk, events.size() - k), same) - from);
             auto& total = counts ? counted : ignored;
             while (k < end) {
                 if (s.atomic && pool.plain())
                     k += pool.run({&events[k], end - k, s.offsets.data(), s.ids.data(), gates, s.nexts.data(), repeats,
-                                   s.pass.data(), s.first_access[epoch], s.row.data(), total.data()});
+                                   s.pass.data(), s.first_access[epoch], s.row.data(), s.alone.data(), total.data()});
                 if (k == end) break;
                 int64_t e = events[k++], first = s.offsets[e];
                 int base = core.base(s.layer[e]);

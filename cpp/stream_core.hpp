@@ -32,6 +32,7 @@ struct Stream {
     std::vector<int32_t> pass;        // (events,) forward passes since the last reset, as CacheCore counts them
     std::vector<int64_t> first_access;  // (epochs,) index of the epoch's first member
     std::vector<std::vector<int32_t>> events_of;  // events of each pool
+    std::vector<int32_t> alone;       // (events,) one-member events from this one on, in one pool, row and epoch; 0: more members
     std::vector<std::vector<int32_t>> future;  // by pool: id at each position
 
     Stream(const TraceView& t, int layers, int blocks, bool global, Lookup lookup, Order order, uint64_t seed, bool reset)
@@ -115,6 +116,12 @@ private:
             pass[e] = passes;
             row[e] = layer[e] * 2 + phase[e];
             events_of[pool(e)].push_back(int32_t(e));
+        }
+        alone.assign(n, 0);
+        for (int64_t e = n - 1; e >= 0; --e) {
+            if (offsets[e + 1] - offsets[e] != 1) continue;
+            bool joined = e + 1 < n && row[e] == row[e + 1] && epoch[e] == epoch[e + 1];
+            alone[e] = joined ? alone[e + 1] + 1 : 1;
         }
     }
     // Positions run through a pool's future in served order. Members of an atomic event are needed at the same time; there

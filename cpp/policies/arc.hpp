@@ -35,7 +35,7 @@ public:
         again_[a.id] = 1;
         lists_.remove(a.id);
     }
-    int victim(const Pins& pins) const {
+    template <class Pinned> int victim(const Pinned& pins) const {
         double once = lists_.size(t1);
         bool from_t1 = once > target_ || (from_b2_ && once == target_);
         int id = lists_.oldest(pins, from_t1 ? t1 : t2);

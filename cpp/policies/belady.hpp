@@ -6,57 +6,10 @@
 // Resident blocks are bits at the position of their next use, in words of words (64-ary tree), so a choice costs a few
 // instructions. L. A. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", 1966.
 #pragma once
+#include "bit_tree.hpp"
 #include "policy.hpp"
 
 namespace colibri {
-
-// A set of integers below n; largest(), smallest() and neighbours in O(log64 n).
-class BitTree {
-public:
-    explicit BitTree(int64_t n) {
-        do {
-            n = (n + 63) / 64;
-            levels_.emplace_back(size_t(n > 0 ? n : 1), 0);
-        } while (n > 1);
-    }
-    bool empty() const { return levels_.back()[0] == 0; }
-    void add(int64_t x) {
-        for (auto& level : levels_) {
-            uint64_t& word = level[x >> 6];
-            bool had = word != 0;
-            word |= 1ull << (x & 63);
-            if (had) return;
-            x >>= 6;
-        }
-    }
-    void remove(int64_t x) {
-        for (auto& level : levels_) {
-            uint64_t& word = level[x >> 6];
-            word &= ~(1ull << (x & 63));
-            if (word) return;
-            x >>= 6;
-        }
-    }
-    int64_t largest() const { return descend_high(int(levels_.size()) - 1, 0); }
-    // Largest member below x, or -1.
-    int64_t below(int64_t x) const {
-        for (int l = 0; l < int(levels_.size()); ++l, x >>= 6) {
-            uint64_t rest = levels_[l][x >> 6] & ((1ull << (x & 63)) - 1);
-            if (rest) return descend_high(l - 1, (x & ~int64_t(63)) + 63 - __builtin_clzll(rest));
-        }
-        return -1;
-    }
-    void clear() {
-        for (auto& level : levels_) level.assign(level.size(), 0);
-    }
-
-private:
-    int64_t descend_high(int level, int64_t x) const {
-        for (; level >= 0; --level) x = x * 64 + 63 - __builtin_clzll(levels_[level][x]);
-        return x;
-    }
-    std::vector<std::vector<uint64_t>> levels_;
-};
 
 class Belady {
 public:
@@ -65,11 +18,11 @@ public:
     void clear() { waiting_.clear(), dead_.clear(); }
     void resize(int) {}
     void miss(const Access&) {}
-    int victim(const Pins& pins) const {
+    template <class Pinned> int victim(const Pinned& pins) const {
         if (!dead_.empty())
-            for (int64_t x = dead_.largest(); x >= 0; x = dead_.below(x))
+            for (int64_t x = dead_.greatest(); x >= 0; x = dead_.below(x))
                 if (int id = ids_ - 1 - int(x); !pins(id)) return id;
-        int64_t position = waiting_.largest();
+        int64_t position = waiting_.greatest();
         while (pins(future_[position])) position = waiting_.below(position);
         return future_[position];
     }

@@ -17,7 +17,7 @@ public:
     void clear() { list_.clear(); }
     void resize(int) {}
     void miss(const Access&) {}
-    int victim(const Pins& pins) {
+    template <class Pinned> int victim(const Pinned& pins) {
         for (;;) {
             int id = list_.back();
             if (!pins(id)) {

@@ -21,7 +21,7 @@ public:
     }
     void resize(int) {}
     void miss(const Access& a) { access_ = a.access; }
-    int victim(const Pins& pins) {
+    template <class Pinned> int victim(const Pinned& pins) {
         for (; !ageing_.empty() && ageing_.front().when + 255 <= access_; ageing_.pop_front()) {
             auto [id, when] = ageing_.front();
             if (heap_.has(id) && last_[id] == when) heap_.change(id, heat_[id] << 38);

@@ -13,7 +13,7 @@ public:
     void clear() { list_.clear(); }
     void resize(int) {}
     void miss(const Access&) {}
-    int victim(const Pins& pins) const { return list_.oldest(pins); }
+    template <class Pinned> int victim(const Pinned& pins) const { return list_.oldest(pins); }
     void evict(int id) { list_.remove(id); }
     void insert(const Access& a) { list_.push_front(a.id); }
     void hit(const Access&) {}

@@ -43,7 +43,7 @@ public:
         down(place_[id]);
     }
     // The smallest block not pinned. Pinned ones above it step aside and come back.
-    int smallest(const Pins& pins) {
+    template <class Pinned> int smallest(const Pinned& pins) {
         while (pins(top())) {
             aside_.push_back(items_[0]);
             remove(top());

@@ -15,7 +15,7 @@ public:
     void clear() { lists_.clear(); }
     void resize(int) {}
     void miss(const Access& a) { run(a); }
-    int victim(const Pins& pins) const {
+    template <class Pinned> int victim(const Pinned& pins) const {
         int best = -1;
         int64_t best_age = 0;
         int best_ahead = 0;

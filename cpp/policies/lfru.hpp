@@ -24,7 +24,7 @@ public:
     }
     void resize(int) {}
     void miss(const Access& a) { pass_ = a.pass; }
-    int victim(const Pins& pins) {
+    template <class Pinned> int victim(const Pinned& pins) {
         refresh(1);
         while (pins(match_[1].winner)) {
             aside_.push_back(match_[1].winner);

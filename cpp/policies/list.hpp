@@ -38,7 +38,7 @@ public:
         link(id, list_[id]);
     }
     // From the back of list l, the first block not pinned, or -1.
-    int oldest(const Pins& pins, int l = 0) const {
+    template <class Pinned> int oldest(const Pinned& pins, int l = 0) const {
         int id = back(l);
         while (id != end(l) && pins(id)) id = prev(id);
         return id == end(l) ? -1 : id;

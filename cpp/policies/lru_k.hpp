@@ -20,7 +20,7 @@ public:
     }
     void resize(int) {}
     void miss(const Access&) {}
-    int victim(const Pins& pins) { return heap_.smallest(pins); }
+    template <class Pinned> int victim(const Pinned& pins) { return heap_.smallest(pins); }
     void evict(int id) { heap_.remove(id); }
     void insert(const Access& a) { heap_.push(a.id, use(a)); }
     void hit(const Access& a) { heap_.change(a.id, use(a)); }

@@ -16,7 +16,7 @@ public:
     }
     void resize(int) {}
     void miss(const Access&) {}
-    int victim(const Pins& pins) {
+    template <class Pinned> int victim(const Pinned& pins) {
         int id;
         do id = residents_[random_.below(uint32_t(residents_.size()))];
         while (pins(id));

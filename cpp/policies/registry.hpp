@@ -32,6 +32,7 @@ template <class F> bool with_fast_policy(const std::string& name, F&& f) {
     if (name == "clock") return f(Tag<Clock>{}), true;
     if (name == "sieve") return f(Tag<Sieve>{}), true;
     if (name == "lfu") return f(Tag<Lfu>{}), true;
+    if (name == "lfu-in-cache") return f(Tag<LfuInCache>{}), true;
     if (name == "slru") return f(Tag<Slru>{}), true;
     if (name == "2q") return f(Tag<TwoQ>{}), true;
     if (name == "arc") return f(Tag<Arc>{}), true;
@@ -44,7 +45,6 @@ template <class F> bool with_fast_policy(const std::string& name, F&& f) {
 template <class F> void with_policy(const std::string& name, F&& f) {
     if (with_fast_policy(name, f)) return;
     if (name == "random") return f(Tag<RandomVictim>{});
-    if (name == "lfu-in-cache") return f(Tag<LfuInCache>{});
     if (name == "lfu-aged") return f(Tag<LfuAged>{});
     if (name == "gate-weighted") return f(Tag<GateWeighted>{});
     if (name == "weighted-lru") return f(Tag<WeightedLru>{});

@@ -34,7 +34,7 @@ public:
         lists_.remove(a.id);
         again_[a.id] = 1;
     }
-    int victim(const Pins& pins) {
+    template <class Pinned> int victim(const Pinned& pins) {
         for (;;) {
             int s = lists_.oldest(pins, small), m = lists_.oldest(pins, main);
             if (s >= 0 && (lists_.size(small) >= small_slots_ || m < 0)) {

@@ -18,7 +18,7 @@ public:
     }
     void resize(int) {}
     void miss(const Access&) {}
-    int victim(const Pins& pins) {
+    template <class Pinned> int victim(const Pinned& pins) {
         for (;;) {
             if (hand_ == list_.end()) hand_ = list_.back();
             if (!pins(hand_)) {

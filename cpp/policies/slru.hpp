@@ -20,7 +20,7 @@ public:
         demote();
     }
     void miss(const Access&) {}
-    int victim(const Pins& pins) const {
+    template <class Pinned> int victim(const Pinned& pins) const {
         int id = lists_.oldest(pins, probation);
         return id >= 0 ? id : lists_.oldest(pins, safe);
     }

@@ -32,7 +32,7 @@ public:
         lists_.remove(a.id);
         again_[a.id] = 1;
     }
-    int victim(const Pins& pins) const {
+    template <class Pinned> int victim(const Pinned& pins) const {
         bool from_in = lists_.size(in) > most_in_;
         int id = lists_.oldest(pins, from_in ? in : main);
         return id >= 0 ? id : lists_.oldest(pins, from_in ? main : in);

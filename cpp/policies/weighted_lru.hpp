@@ -16,7 +16,7 @@ public:
     void clear() { heap_.clear(); }
     void resize(int) {}
     void miss(const Access&) {}
-    int victim(const Pins& pins) { return heap_.smallest(pins); }
+    template <class Pinned> int victim(const Pinned& pins) { return heap_.smallest(pins); }
     void evict(int id) { heap_.remove(id); }
     void insert(const Access& a) { heap_.push(a.id, score(hits_[a.id] = 1, a)); }
     void hit(const Access& a) { heap_.change(a.id, score(++hits_[a.id], a)); }
