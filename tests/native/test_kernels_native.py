@@ -26,3 +26,8 @@ def test_the_router_agrees_with_sorting(native):
 def test_the_loader_fills_exactly_its_buffers(native, tmp_path):
     done = native("storage", str(tmp_path))
     assert done.returncode == 0, done.stderr
+
+
+def test_a_decode_step_asks_for_no_memory_after_the_first(native):
+    done = native("decode", flags=(*cpu.simd_flags(), *QUICK))
+    assert done.returncode == 0, done.stderr
