@@ -353,8 +353,13 @@ def _policy_choice(one: Predictor, settings: dict, wanted) -> Choice:
     hit = found[value].hit_rate
     if not others:
         return Choice("policy", value, f"the only one asked for; hit rate {hit:.1%}", speed[value])
-    gain = _gain(speed[value], speed[others[0]])
-    reason = f"{gain}; hit rate {hit:.1%} against {found[others[0]].hit_rate:.1%}"
+    usual = "lru" if "lru" in others else others[0]
+    gain = (
+        f"nothing is more than {EQUAL:.0%} faster"
+        if value == "lru"
+        else f"{_gain(speed[value], speed[usual])} than {usual}"
+    )
+    reason = f"{gain}; hit rate {hit:.1%} against {found[usual].hit_rate:.1%}"
     return Choice("policy", value, reason, speed[value], others[0], speed[others[0]])
 
 

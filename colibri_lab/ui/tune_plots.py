@@ -87,7 +87,7 @@ def slots_verdict(plan) -> str:
 def shares(prediction) -> Picture:
     """Where a predicted decode step spends its time, as one stacked bar in %."""
     figure, ax = _axes(
-        "Where a decoded token spends its time (predicted)", "share of decode time, %", "", "", (7.2, 1.7)
+        "Where a decoded token spends its time (predicted)", "share of decode time, %", "", "", (7.2, 2.0)
     )
     at = 0.0
     for name, share in prediction.shares.items():
@@ -95,7 +95,7 @@ def shares(prediction) -> Picture:
         at += 100 * share
     ax.set_yticks([])
     ax.set_xlim(0, 100)
-    ax.legend(fontsize=FONT_PT, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.45), frameon=False)
+    figure.legend(fontsize=FONT_PT, ncols=5, loc="outside lower center", frameon=False, columnspacing=1.0)
     return figure
 
 
