@@ -33,7 +33,7 @@ class Rotary:
 class Attention:
     """out = o · attend(rotate(norm(q)), rotate(norm(k)), v) for one layer; keys and values go through the KV cache."""
 
-    def __init__(self, config: ModelConfig, layer: int, weights: dict, rotary: Rotary, threads: int):
+    def __init__(self, config: ModelConfig, layer: int, weights: dict, rotary: Rotary, threads: int, load=kernels.load):
         c = config
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, c.num_heads, c.num_kv_heads, c.head_dim
         self.window = c.windows[layer] or 0
@@ -42,9 +42,7 @@ class Attention:
         self.q, self.k, self.v, self.o = (weights[name] for name in "qkvo")
         self.q_norm, self.k_norm = weights.get("q_norm"), weights.get("k_norm")
         self.rotary, self.threads = rotary, threads
-        kernel = kernels.load("attention")
-        self._rotate = kernel.rotate
-        self._rms_norm = kernels.load("norm").rms_norm
+        self._rotate, self._rms_norm = load("attention").rotate, load("norm").rms_norm
 
     def __call__(self, x: np.ndarray, kv: KvCache, arena) -> np.ndarray:
         """x (tokens, hidden) at positions kv.length … → (tokens, hidden) in the arena."""

@@ -12,6 +12,7 @@ from ..checkpoint.container import BinFile, Container
 from ..errors import ContainerError, MemoryPlanError, SettingError
 from ..telemetry import Recorder
 from ..units import parse_size
+from . import numpy_kernels
 from .attention import Attention, Rotary
 from .experts import DenseFeedForward, RoutedExperts, SharedExpert
 from .kv_cache import KvCache, KvPages
@@ -47,11 +48,12 @@ class Engine:
         self.container, self.config, self.settings = container, container.config, settings
         self.recorder, self.observers = recorder, []
         self.routing: RouterHook | None = None
+        self._load = numpy_kernels.load if settings["backend"] == "numpy" else kernels.load
         self.sizes = engine_sizes(self.config, container.slot_bytes, container.blocks, settings)
         self.pool = _open_pool(self.sizes, settings)
         self.cache = ExpertCache(container, settings, self.pool)
         self._rotary = Rotary(self.config.rope, settings["max_seq_len"], self.pool)
-        self.pages = KvPages(self.pool, self.config, settings)
+        self.pages = KvPages(self.pool, self.config, settings, self._load)
         self.requests = [
             Request(self.pool, self.pages, self.config, self.sizes, settings) for _ in range(settings["max_batch_size"])
         ]
@@ -62,7 +64,7 @@ class Engine:
         self._norm = self._dense("final").tensors["norm"].array()
         head = "embed" if self.config.tied_embeddings else "head"
         self._head = self._linear(self._dense(head), head)
-        self._rms_norm = kernels.load("norm").rms_norm
+        self._rms_norm = self._load("norm").rms_norm
         routers = [layer.router for layer in self.layers if layer.router]
         self._lookahead = routers if settings["prefetch"] == "lookahead" else None
 
@@ -139,7 +141,9 @@ class Engine:
                 return self._head(self._normed(x, self._norm, arena))
             return self._head(self._normed(x[-1:], self._norm, arena), logits)
 
-    def _reroute(self, layer: Layer, h: np.ndarray, ids: np.ndarray, position: int, arena) -> tuple[np.ndarray, np.ndarray]:
+    def _reroute(
+        self, layer: Layer, h: np.ndarray, ids: np.ndarray, position: int, arena
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The choice of the router that stands in for the model's."""
         logits = layer.router.logits(h, arena) if getattr(self.routing, "needs_logits", True) else None
         return decide(self.routing, layer.router.seen(ids, position), logits)
@@ -175,7 +179,12 @@ class Engine:
         transient = self.cache.transient_buffers * self.cache.slot_bytes
         mapped = {name: f.header.payload_offset + f.payload.nbytes for name, f in self._files.items()}
         embedding = 0 if self.config.tied_embeddings else mapped["embed"]
-        packed = [linear for layer in self.layers if layer.router for linear in (layer.router.linear, layer.shared and layer.shared.score)]
+        packed = [
+            linear
+            for layer in self.layers
+            if layer.router
+            for linear in (layer.router.linear, layer.shared and layer.shared.score)
+        ]
         return {
             "dense_bytes": sum(mapped.values()) - embedding,
             "embedding_bytes": embedding,
@@ -196,7 +205,9 @@ class Engine:
     def _check_step(self, tokens: int, phase: str) -> None:
         most = min(self.settings["prefill_chunk"], self.settings["max_seq_len"]) if phase == "prefill" else 1
         if not 1 <= tokens <= most:
-            raise SettingError(f"a {phase} step takes 1 to {most} tokens, got {tokens}; open the model with a larger prefill_chunk")
+            raise SettingError(
+                f"a {phase} step takes 1 to {most} tokens, got {tokens}; open the model with a larger prefill_chunk"
+            )
 
     def _fetch_ahead(self, layer: int, h: np.ndarray, phase: str, arena) -> None:
         """Lookahead: the next layer's router, run early on this layer's input."""
@@ -221,7 +232,7 @@ class Engine:
     def _linear(self, file: BinFile, name: str) -> Linear:
         bias = file.tensors.get(f"{name}_bias")
         options = {name: value for name, value in self._ffn_options.items() if name != "exact"}
-        return Linear(file.payload, file.tensors[name], options, None if bias is None else bias.array())
+        return Linear(file.payload, file.tensors[name], options, None if bias is None else bias.array(), self._load)
 
     @property
     def _ffn_options(self) -> dict:
@@ -238,7 +249,7 @@ class Engine:
         weights |= {name: tensors[name].array() for name in ("q_norm", "k_norm") if name in tensors}
         layer.index, layer.nbytes = index, file.payload.nbytes
         layer.input_norm, layer.post_norm = tensors["input_norm"].array(), tensors["post_norm"].array()
-        layer.attention = Attention(c, index, weights, self._rotary, self.settings["threads"])
+        layer.attention = Attention(c, index, weights, self._rotary, self.settings["threads"], self._load)
         if c.ffn[index] == "dense":
             layer.dense = self._dense_ffn(file, "")
             return layer
@@ -247,9 +258,10 @@ class Engine:
         bias = router.tensors.get("correction_bias")
         layer.router = Router(
             index, c.router, c.top_k, self._linear(router, "router"), None if bias is None else bias.array().copy(),
-            self.settings["threads"],
+            self.settings["threads"], self._load,
         )  # fmt: skip
-        layer.experts = RoutedExperts(self._block_tables(index), c.num_experts, self._ffn_options)
+        at_once = self.settings["expert_parallelism"]
+        layer.experts = RoutedExperts(self._block_tables(index), c.num_experts, self._ffn_options, at_once, self._load)
         if c.shared != "none":
             score = self._linear(file, "shared_router") if c.shared == "gated" else None
             layer.shared = SharedExpert(self._dense_ffn(file, "shared_"), score)
@@ -257,7 +269,7 @@ class Engine:
 
     def _dense_ffn(self, file, prefix: str) -> DenseFeedForward:
         parts = [file.tensors[prefix + name] for name in ("gate", "up", "down")]
-        return DenseFeedForward(file.payload, *parts, self._ffn_options)
+        return DenseFeedForward(file.payload, *parts, self._ffn_options, self._load)
 
     def _block_tables(self, layer: int) -> list[tuple[dict, ...]]:
         tables = []

@@ -12,7 +12,7 @@ from .linear import FIELDS, Linear, descriptor
 class DenseFeedForward:
     """down(silu(gate x) * up x) with weights that stay where they are mapped: one expert that every token visits."""
 
-    def __init__(self, payload: np.ndarray, gate: Tensor, up: Tensor, down: Tensor, options: dict):
+    def __init__(self, payload: np.ndarray, gate: Tensor, up: Tensor, down: Tensor, options: dict, load=kernels.load):
         self.memory = payload.reshape(1, -1)
         self.descriptors = np.array([[descriptor(t) for t in (gate, up, down)]], np.int64)
         self.factors = np.array([[t.factor for t in (gate, up, down)]], np.float32)
@@ -20,7 +20,7 @@ class DenseFeedForward:
         self.nbytes = gate.nbytes + up.nbytes + down.nbytes
         self.options = options
         self._zero = np.zeros(1, np.int32)
-        self._experts = kernels.load("ffn").experts
+        self._experts = load("ffn").experts
 
     def __call__(self, x: np.ndarray, arena) -> np.ndarray:
         """x (tokens, hidden) → (tokens, hidden) in the arena."""
@@ -55,16 +55,24 @@ class RoutedExperts:
     """The experts of one MoE layer, computed from cache buffers in whatever order they become resident.
 
     `bucket` groups the step's tokens by expert, `run` computes a stretch of the active experts, `combine` adds each
-    token's experts in router order: the order of `run` calls cannot change the result.
+    token's experts in router order: the order of `run` calls cannot change the result. `at_once` experts are computed at
+    the same time, all of a stretch when None.
     """
 
-    def __init__(self, tables: list[tuple[dict, ...]], num_experts: int, options: dict):
+    def __init__(
+        self,
+        tables: list[tuple[dict, ...]],
+        num_experts: int,
+        options: dict,
+        at_once: int | None = None,
+        load=kernels.load,
+    ):
         self.descriptors, self.factors = _expert_tables(tables, num_experts)
         self.width = int(self.descriptors[0, 0, 0])
-        self.options = options
+        self.options, self.at_once = options, at_once
         # expert → its place among the step's active experts; one more for PAD, which clips to it and is left out
         self._place = np.full(num_experts + 1, -1, np.int32)
-        kernel = kernels.load("ffn")
+        kernel = load("ffn")
         self._experts, self._combine, self._fill = kernel.experts, kernel.combine, kernel.fill_buckets
 
     def bucket(self, x: np.ndarray, ids: np.ndarray, active: np.ndarray, arena) -> None:
@@ -83,8 +91,11 @@ class RoutedExperts:
 
     def run(self, memory: np.ndarray, buffers: np.ndarray, first: int, last: int) -> None:
         """Compute active experts first … last - 1, found in rows `buffers` (int32) of `memory` (buffers, bytes)."""
-        if first == last:
-            return
+        step = self.at_once or max(last - first, 1)
+        for at in range(first, last, step):
+            self._run(memory, buffers[at - first : at - first + step], at, min(at + step, last))
+
+    def _run(self, memory: np.ndarray, buffers: np.ndarray, first: int, last: int) -> None:
         r0, r1 = int(self.offsets[first]), int(self.offsets[last])
         start = self.arena.mark()
         hidden = self.arena.take((r1 - r0, self.width), np.float32)

@@ -22,7 +22,8 @@ LARGEST_HALF = 65504.0
 class KvPages:
     """The pages of all sequences of one engine. A page's number is its first block in the pool."""
 
-    def __init__(self, pool: MemoryPool, config: ModelConfig, settings: dict):
+    def __init__(self, pool: MemoryPool, config: ModelConfig, settings: dict, load=kernels.load):
+        self.load = load
         self.pool, self.kv_heads, self.max_seq_len = pool, config.num_kv_heads, settings["max_seq_len"]
         self.half = settings["kv_dtype"] == "fp16"
         self.page_size, self.page_bytes = page_shape(config, settings)
@@ -72,7 +73,7 @@ class KvCache:
         self.table = np.zeros(pages.per_sequence, np.int32)
         self.length = 0
         self.pages_used = 0
-        kernel = kernels.load("attention")
+        kernel = pages.load("attention")
         self._write, self._attend = kernel.write_pool, kernel.attend_pool
 
     def reserve(self, tokens: int) -> None:

@@ -28,9 +28,14 @@ def descriptor(part: dict | Tensor) -> list[int]:
 
 
 class Linear:
-    """y = x · Wᵀ (+ bias). W stays in the mapped container file; x (tokens, cols) and y (tokens, rows) are float32."""
+    """y = x · Wᵀ (+ bias). W stays in the mapped container file; x (tokens, cols) and y (tokens, rows) are float32.
 
-    def __init__(self, payload: np.ndarray, tensor: Tensor, options: dict, bias: np.ndarray | None = None):
+    `load(name)`, here and in the other layers, gives the functions that compute: compiled kernels, or their numpy twins.
+    """
+
+    def __init__(
+        self, payload: np.ndarray, tensor: Tensor, options: dict, bias: np.ndarray | None = None, load=kernels.load
+    ):
         if tensor.layout == "rows16":
             self._memory, place = payload, descriptor(tensor)
         else:  # float32 matrices are stored row by row: packed here, once
@@ -41,7 +46,7 @@ class Linear:
         self._place = np.array(place, np.int64)
         self._factor, self._bias = tensor.factor, bias
         self._options = (options["threads"], options["block_size"], options["int8_activations"])
-        self._matmul = kernels.load("gemm").matmul
+        self._matmul = load("gemm").matmul
 
     def __call__(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         if out is None:

@@ -23,10 +23,10 @@ def route(logits: np.ndarray, k: int, router: RouterConfig, bias: np.ndarray | N
     return _route_into(logits, router, bias, ids, weights, threads)
 
 
-def _route_into(logits, router, bias, ids, weights, threads):
+def _route_into(logits, router, bias, ids, weights, threads, load=kernels.load):
     if router.kind not in KINDS:
         raise ModelError(f"router kind {router.kind!r} is unknown; {did_you_mean(router.kind, KINDS)}")
-    kernels.load("router").route(
+    load("router").route(
         logits, KINDS[router.kind], bias, router.groups, router.top_groups, router.renormalise, router.scale, ids, weights,
         threads,
     )  # fmt: skip
@@ -72,8 +72,18 @@ class RoutedLayer:
 class Router:
     """Linear scores, then `route`, for one layer."""
 
-    def __init__(self, index: int, config: RouterConfig, k: int, linear: Linear, bias: np.ndarray | None, threads: int):
+    def __init__(
+        self,
+        index: int,
+        config: RouterConfig,
+        k: int,
+        linear: Linear,
+        bias: np.ndarray | None,
+        threads: int,
+        load=kernels.load,
+    ):
         self.index, self.config, self.k, self.linear, self.bias, self.threads = index, config, k, linear, bias, threads
+        self._load = load
 
     def logits(self, x: np.ndarray, arena) -> np.ndarray:
         """x (tokens, hidden) → (tokens, experts) float32 in the arena."""
@@ -84,7 +94,7 @@ class Router:
         logits = self.logits(x, arena)
         ids = arena.take((len(x), self.k), np.uint16)
         weights = arena.take((len(x), self.k), np.float32)
-        return _route_into(logits, self.config, self.bias, ids, weights, self.threads)
+        return _route_into(logits, self.config, self.bias, ids, weights, self.threads, self._load)
 
     def seen(self, token_ids: np.ndarray, position: int) -> RoutedLayer:
         """What another router is told about this layer and these tokens."""
