@@ -102,13 +102,14 @@ def one_storage(
         each = np.array([np.median(samples) for samples in ok])
         per_round = [kept.sum() / wall[r][kept].sum() for r in range(len(wall))]
         hit, memory, share = facts[count]
+        undisturbed = wall.shape[1] / wall.min(axis=0).sum()
         measured, predicted = kept.sum() / each[kept].sum(), kept.sum() / seconds[kept].sum()
         rows.append(
             {
                 "model": model.name, "storage": storage, "slots": count, "predicted": predicted,
                 "low": prediction.tokens_per_s.low, "high": prediction.tokens_per_s.high, "measured": measured,
                 "error": predicted / measured - 1, "measured_low": min(per_round), "measured_high": max(per_round),
-                "n": rounds, "clean": f"{int(clean.sum())}/{clean.size}", "hit_rate": hit,
+                "undisturbed": undisturbed, "undisturbed_error": len(seconds) / seconds.sum() / undisturbed - 1, "n": rounds, "clean": f"{int(clean.sum())}/{clean.size}", "hit_rate": hit,
                 "hit_exact": prediction.hit_rate == hit, "memory": memory["total_bytes"],
                 "memory_error": prediction.memory["total_bytes"] / memory["total_bytes"] - 1,
                 "bottleneck": prediction.bottleneck, "page_cache": share, "read_factor": found.read_factor,

@@ -10,6 +10,7 @@ import numpy as np
 from .. import kernels
 from ..checkpoint.formats import FORMATS
 from ..errors import SettingError
+from ..telemetry import Step
 from ..timing import CLEAN, ENOUGH, Stopwatch
 from ..trace.table import Trace
 from . import page_cache
@@ -77,12 +78,18 @@ def estimate(shape: Shape, probe, threads: int | None = None) -> Costs:
 
 
 def calibrate(
-    lab, prompt: str = "def main():\n    ", tokens: int = 48, *, read_s: float = 2.0, warm_page_cache: bool = True
+    lab,
+    prompt: str = "def main():\n    ",
+    tokens: int = 48,
+    *,
+    repeats: int = 3,
+    read_s: float = 2.0,
+    warm_page_cache: bool = True,
 ) -> Calibration:
-    """Costs from one short run at the lab's own settings, from a cold expert cache, and from reads of the model's files.
+    """Costs from short runs at the lab's own settings, from a cold expert cache, and from reads of the model's files.
 
-    Few slots are best: what a miss costs shows only where there are misses. Steps that lost a core to other programs are
-    left out where enough others remain. `read_s`: seconds of reading for the rates. `warm_page_cache`: read the expert
+    Few slots are best: what a miss costs shows only where there are misses. Of `repeats` equal runs each step's fastest
+    counts, and steps that lost a core to other programs are left out where enough others remain. `read_s`: seconds of reading for the rates. `warm_page_cache`: read the expert
     files once before, unless storage goes past the page cache.
     """
     if tokens < 8:
@@ -92,18 +99,13 @@ def calibrate(
     if warm_page_cache and storage in ("pread", "mmap"):
         page_cache.warm(files)
     reads = (None, None) if storage == "modelled" else measure_reads(lab, read_s)
-    lab.reset_cache()
-    held = []
-    with lab.record() as recorder:
-        stream = lab.stream(prompt, max_tokens=tokens + 1, temperature=1.0, seed=1, stop_at_eos=False)
-        while True:
-            with Stopwatch(lab.settings["threads"]) as watch:
-                step = next(stream, None)
-            if step is None:
-                break
-            held.append(watch.held)
-    run, trace = lab.last_run, recorder.trace
-    decode = [(step, share) for step, share in zip(run.steps, held, strict=True) if step.phase == "decode"]
+    with lab.record() as recorder:  # recording takes time, so the run that is recorded is not one that counts
+        _timed_run(lab, prompt, tokens)
+    trace = recorder.trace
+    runs_ = [_timed_run(lab, prompt, tokens) for _ in range(repeats)]
+    # The same tokens each time, so steps can be paired: of each the least disturbed one counts.
+    best = [min(same, key=lambda pair: pair[0].wall_s) for same in zip(*runs_, strict=True)]
+    decode = [(step, share) for step, share in best if step.phase == "decode"]
     if len(decode) < 4:
         raise SettingError(
             f"calibration: only {len(decode)} tokens were decoded; give a shorter prompt or more max_seq_len"
@@ -112,9 +114,21 @@ def calibrate(
     good = shares >= CLEAN
     used = good if good.sum() >= max(ENOUGH, len(decode) // 4) else shares >= np.median(shares)
     served = serve(trace, **serve_settings(lab.settings, shape))
-    steps = [step for step, _ in decode]
-    costs, factor = _fit(run, steps, used, served, shape, lab, reads)
+    costs, factor = _fit([step for step, _ in best], used, served, shape, lab, reads)
     return Calibration(costs, reads, factor, trace, dict(lab.settings), len(decode), int(good.sum()))
+
+
+def _timed_run(lab, prompt: str, tokens: int) -> list[tuple[Step, float]]:
+    """(step, share of their threads' time that they held a core) for each step of a run from a cold expert cache."""
+    lab.reset_cache()
+    stream = lab.stream(prompt, max_tokens=tokens + 1, temperature=1.0, seed=1, stop_at_eos=False)
+    found = []
+    while True:
+        with Stopwatch(lab.settings["threads"]) as watch:
+            step = next(stream, None)
+        if step is None:
+            return found
+        found.append((step, watch.held))
 
 
 def serve_settings(settings: dict, shape: Shape) -> dict:
@@ -137,7 +151,10 @@ def wave_of(settings: dict, shape: Shape) -> int:
     return max(1, transient_buffers(slots, layers, shape.blocks, settings))
 
 
-def _fit(run, steps, used, served: Served, shape: Shape, lab, reads) -> tuple[Costs, float]:
+def _fit(every: list[Step], used, served: Served, shape: Shape, lab, reads) -> tuple[Costs, float]:
+    steps = [step for step in every if step.phase == "decode"]
+    prefill = [step for step in every if step.phase == "prefill"]
+
     def column(of) -> np.ndarray:
         return np.array([of(step) for step in steps])
 
@@ -150,7 +167,7 @@ def _fit(run, steps, used, served: Served, shape: Shape, lab, reads) -> tuple[Co
     rest = column(lambda s: s.wall_s) - routed - stage["expert_load_wait"]
     managed = _slope(misses[used], stage["other"][used])
     rest = rest - managed * misses
-    at = run.prompt_tokens + np.arange(len(steps), dtype=float)
+    at = sum(step.tokens for step in prefill) + np.arange(len(steps), dtype=float)
     # A position adds its keys and values to read; noise in a short run must not pass for more than reading them slowly.
     most = 4 * shape.kv_elements * shape.layers / KV_SLOWEST
     position_s = min(most, _slope(at[used], rest[used])) if used.sum() >= 16 else 0.0
@@ -163,7 +180,7 @@ def _fit(run, steps, used, served: Served, shape: Shape, lab, reads) -> tuple[Co
         spread=float((high - low) / 2 / mid),
         source=f"calibration run of {len(steps)} tokens",
     )
-    costs = replace(costs, **_prefill(run, served, shape, costs.expert_s))
+    costs = replace(costs, **_prefill(prefill, served, shape, costs.expert_s))
 
     settings = lab.settings
     reader = reader_for(settings, shape, reads, page_cache_bytes=shape.experts_bytes)
@@ -222,9 +239,8 @@ def _slope(x: np.ndarray, y: np.ndarray) -> float:
     return max(0.0, float(np.median((y[high] - y[low])[usable] / dx[usable]))) if half and usable.any() else 0.0
 
 
-def _prefill(run, served: Served, shape: Shape, expert_s: float) -> dict[str, float]:
+def _prefill(steps: list[Step], served: Served, shape: Shape, expert_s: float) -> dict[str, float]:
     """Costs of a prompt: its routed products are a part per block and a part per assignment, one of each in decode."""
-    steps = [step for step in run.steps if step.phase == "prefill"]
     mine = served.phase == PREFILL
     blocks, assigned = float(served.blocks[mine].sum()), float(served.assignments[mine].sum())
     compute = sum(step.stages.get("expert_compute", 0.0) for step in steps)
