@@ -188,8 +188,9 @@ def check_norm(module) -> Iterator[Case]:
 
 def check_attention(module) -> Iterator[Case]:
     rng = np.random.default_rng(0)
-    for head_dim, window, page_size in ((24, 0, 7), (32, 9, 64), (33, 0, 256), (64, 130, 16)):
-        tokens, past, heads, kv_heads = 9, 150, 6, 2
+    cases = ((1, 24, 0, 7), (3, 24, 5, 7), (9, 24, 0, 7), (37, 32, 9, 64), (37, 33, 0, 256), (16, 64, 130, 16), (70, 16, 0, 1))
+    for tokens, head_dim, window, page_size in cases:
+        past, heads, kv_heads = 150, 6, 2
         positions = tokens + past
         pages = -(-positions // page_size)
         k, v = (rng.normal(size=(pages * page_size, kv_heads, head_dim)).astype(np.float32) for _ in range(2))
@@ -201,7 +202,7 @@ def check_attention(module) -> Iterator[Case]:
         out = np.empty_like(q)
         module.attend(q, k_pages, v_pages, table, past, window, head_dim**-0.5, out, 2)
         wanted = attend(q, k[:positions], v[:positions], past, window, head_dim**-0.5)
-        yield f"attend, head_dim {head_dim}, window {window}, pages of {page_size}", _error(out, wanted), 5e-6
+        yield f"attend, {tokens} tokens of {head_dim}, window {window}, pages of {page_size}", _error(out, wanted), 5e-6
     for interleaved in (False, True):
         x = rng.normal(size=(3, 2, 24)).astype(np.float32)
         angle = rng.normal(size=(3, 8)).astype(np.float32)

@@ -1,5 +1,5 @@
 // cppimport: grouped-query attention over KV pages, and the rotary embedding.
-#include "attention_core.hpp"
+#include "attention_tile_core.hpp"
 
 #include "include/binding.hpp"
 
@@ -54,14 +54,14 @@ NB_MODULE(attention, m) {
         int64_t stride = int64_t(k.shape(1) * k.shape(2) * k.shape(3) * sizeof(float));
         auto bytes = [](const float* p) { return reinterpret_cast<const uint8_t*>(p); };
         KvPages kv{bytes(k.data()), bytes(v.data()), stride, pages.data(), int(k.shape(1)), int(k.shape(2)), int(k.shape(3))};
-        without_gil([&] { attend<float>(q.data(), kv, int(q.shape(0)), int(q.shape(1)), past, window, scale, out.data(), threads); });
+        without_gil([&] { attend_any<float>(q.data(), kv, int(q.shape(0)), int(q.shape(1)), past, window, scale, out.data(), threads); });
     }, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("pages"), nb::arg("past"), nb::arg("window"), nb::arg("scale"), nb::arg("out"), nb::arg("threads") = 1,
           "out, q (tokens, heads, head_dim) f32; k, v (pages, page_size, kv_heads, head_dim) f32; pages (n,) i32 page table.\n"
           "Token t stands at position past + t and sees the last `window` keys including itself (0: all).");
     m.def("attend_pool", [](Query q, Array<uint8_t, 1> memory, Table pages, int64_t k_at, int64_t v_at, int page_size, int kv_heads, bool half, int past, int window, float scale, Array<float, 3> out, int threads) {
         KvPages kv = in_pool(memory, pages, k_at, v_at, page_size, kv_heads, int(q.shape(2)), half);
         check(q, out, pages, pages_inside(memory, kv, half), past, window, size_t(page_size), size_t(kv_heads), threads);
-        without_gil([&] { (half ? attend<Half> : attend<float>)(q.data(), kv, int(q.shape(0)), int(q.shape(1)), past, window, scale, out.data(), threads); });
+        without_gil([&] { (half ? attend_any<Half> : attend_any<float>)(q.data(), kv, int(q.shape(0)), int(q.shape(1)), past, window, scale, out.data(), threads); });
     }, nb::arg("q"), nb::arg("memory"), nb::arg("pages"), nb::arg("k_at"), nb::arg("v_at"), nb::arg("page_size"), nb::arg("kv_heads"), nb::arg("half"), nb::arg("past"), nb::arg("window"), nb::arg("scale"), nb::arg("out"), nb::arg("threads") = 1,
           "The same out of a pool: memory (bytes,) u8; a page number counts blocks of 4096 bytes, and the layer's keys and values\n"
           "(page_size, kv_heads, head_dim) lie k_at and v_at bytes into a page, as float16 when `half`, else float32.");
