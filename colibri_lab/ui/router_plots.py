@@ -46,7 +46,7 @@ def _figure(size, verdict: str = "", columns: int = 1, **grid):
 
 def _say(figure: Picture, text: str) -> None:
     """Text under the axes, broken to the width of the picture."""
-    width = int(14 * figure.get_size_inches()[0])
+    width = int(14.6 * figure.get_size_inches()[0])
     lines = [part for line in text.split("\n") for part in textwrap.wrap(line, width)]
     figure.supxlabel("\n".join(lines), fontsize=FONT_PT, x=0.01, ha="left")
 
@@ -414,5 +414,6 @@ def rules(table: pd.DataFrame) -> Picture:
                 )
         left += values
     ax.axvline(1, color=LIGHT["ink"], lw=1, ls=":")
+    ax.set_xlim(0, 1.02)
     ax.invert_yaxis()
     return figure

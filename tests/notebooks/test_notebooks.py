@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -121,4 +122,19 @@ def test_start_here_shows_what_it_says(executed):
     before, after = map(float, rows["misses_per_token"])
     assert rows["slots"] == ["8", "16"] and after < before / 2  # as the text below the picture says
     for name in ("check-1", "check-2"):
+        assert "no answer yet" in shown(cells[name])
+
+
+@pytest.mark.notebook
+def test_router_shows_what_it_says(executed):
+    cells = {cell.id: cell for cell in executed(ROOT / "notebooks/01_router.ipynb").cells}
+    by_hand, by_engine = (line.split()[2:] for line in printed(cells["by-hand"]).splitlines())
+    assert by_hand == by_engine
+    assert "experts changed in layer 1: 0" in printed(cells["bias"])
+    own, no_shared, _, soft = ast.literal_eval(shown(cells["hits"]))
+    assert own[0] == "model" and sum(own[1].values()) == sum(no_shared[1].values())  # the shared expert is no access
+    assert soft[1]["hits"] == soft[1]["misses"] == 23 * 6 * 16  # 32 wanted, 16 fit
+    texts = [line.split(": ", 1)[1] for line in printed(cells["broken-text"]).splitlines()]
+    assert len(set(texts)) == 3
+    for name in ("check-overlap", "check-k", "check-rise", "check-1", "check-2", "check-3"):
         assert "no answer yet" in shown(cells[name])
