@@ -186,9 +186,7 @@ class Predictor:
         scope = settings.get("scope", self.base.get("scope", "layer"))
         scale = len(self.shape.moe_layers) if scope == "global" else 1
         per_token, most = self.shape.top_k * scale, self.shape.blocks * scale
-        wanted = {
-            round(per_token * factor) for factor in (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32)
-        }
+        wanted = {round(per_token * factor) for factor in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16, 24, 32)}
         return sorted({*(count for count in wanted if count < most), most, min(per_token, most)})
 
     def most_slots(self, **settings) -> int:

@@ -25,6 +25,7 @@ from . import runs, trial
 from .fingerprint import machine_facts
 
 ROWS = "rows"
+PATIENCE_S = 10  # for a scheduler to answer
 
 
 def sweep(
@@ -164,7 +165,7 @@ def _dask(task: dict, todo: list[dict], address: str) -> Iterator[tuple[dict, di
     except ImportError as error:
         raise MissingTool(f"sweeps on a cluster need dask: pip install 'colibri-lab[dask]' ({error})") from None
     try:
-        client = Client(address, timeout="10s", set_as_default=False)
+        client = Client(address, timeout=PATIENCE_S, set_as_default=False)
     except (OSError, ValueError, TimeoutError) as error:
         raise SettingError(f"no Dask scheduler answers at {address!r}: {error}") from error
     try:

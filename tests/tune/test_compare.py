@@ -12,6 +12,7 @@ import colibri_lab as cl
 from colibri_lab.errors import SettingError
 from colibri_lab.tune import runs
 from colibri_lab.tune.compare import (
+    _confounds,
     compare,
     compare_records,
     differences,
@@ -108,13 +109,20 @@ def test_a_real_comparison_runs_records_and_says_n(tiny):
     assert cl.runs("compare").id.tolist() == [found.record]
 
 
-def test_a_side_that_computes_other_tokens_is_confounded(tiny):
-    prompt = "def read"
-    same = compare(tiny, {"threads": 1}, {"threads": 2}, n=3, max_tokens=6, prompt=prompt, record=False, progress=False)
-    assert same.confounds == []
-    one = {"temperature": 2.0, "seed": 1}
-    other = compare(tiny, one, {**one, "seed": 2}, n=3, max_tokens=12, prompt=prompt, record=False, progress=False)
-    assert other.confounds == []  # the seed was varied on purpose, and it changes tokens by its nature
+def test_sides_that_did_other_work_or_began_otherwise_are_confounded():
+    def row(tokens, share):
+        return {"tokens_hash": tokens, "page_cache": share}
+
+    settings = {"a": {"threads": 1, "seed": 1, "simd": "avx2"}, "b": {"threads": 2, "seed": 2, "simd": "avx2"}}
+    same, other = [row(7, 1.0)] * 3, [row(8, 1.0)] * 3
+    assert _confounds(settings, {"threads", "seed"}, {"a": same, "b": same}) == []
+    assert _confounds(settings, {"threads"}, {"a": same, "b": same}) == ["seed 1 and 2"]
+    both = _confounds(settings | {"b": settings["a"]}, {"threads"}, {"a": same, "b": other})
+    assert both == ["the two sides generated different tokens, so their work differs"]
+    # A seed changes tokens by its nature: where it is what was varied, that is no confound.
+    assert _confounds(settings, {"threads", "seed"}, {"a": same, "b": other}) == []
+    cold = _confounds(settings, {"threads", "seed"}, {"a": same, "b": [row(7, 0.5)] * 3})
+    assert cold == ["the page cache held 100% of the experts before A and 50% before B"]
 
 
 def test_unknown_settings_and_metrics_are_refused(tiny):

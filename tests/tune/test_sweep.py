@@ -108,12 +108,13 @@ def test_a_cluster_of_two_workers_gives_the_same_table(olmoe, tmp_path):
     pd.testing.assert_frame_equal(table, plain)
 
 
-def test_a_sweep_refuses_what_it_cannot_do(olmoe, tmp_path):
+def test_a_sweep_refuses_what_it_cannot_do(olmoe, tmp_path, monkeypatch):
     with pytest.raises(SettingError, match="give one of them"):
         quiet(grid=GRID)
     with pytest.raises(SettingError, match="at least one value"):
         quiet(trace=olmoe, grid={"slots": []})
     with pytest.raises(SettingError, match="unknown setting 'slot' in the grid; did you mean 'slots'"):
         quiet(trace=olmoe, grid={"slot": [1]})
+    monkeypatch.setattr(sweep, "PATIENCE_S", 0.3)
     with pytest.raises(SettingError, match="no Dask scheduler answers at 'tcp://127.0.0.1:1'"):
         quiet(trace=olmoe, grid=GRID, dask="tcp://127.0.0.1:1", out=tmp_path)
