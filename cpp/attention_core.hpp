@@ -69,7 +69,7 @@ inline void attend_one(const float* q, const KvPages& kv, int head, int first, i
     std::fill(out, out + d, 0.0f);
     for (int tile = first / kKeyTile * kKeyTile; tile <= position; tile += kKeyTile) {
         int from = std::max(tile, first), to = std::min(tile + kKeyTile - 1, position);
-        float score[kKeyTile];
+        float score[kKeyTile];  // then, in place, the weights
         float top = best;
         each_row<T>(kv, kv.k, head, from, to, [&](int j, const T* key) {
             score[j - from] = dot(q, key, d) * scale;
@@ -81,11 +81,12 @@ inline void attend_one(const float* q, const KvPages& kv, int head, int first, i
             for (int i = 0; i < d; ++i) out[i] *= shrink;
             best = top;
         }
-        each_row<T>(kv, kv.v, head, from, to, [&](int j, const T* value) {
-            float p = std::exp(score[j - from] - best);
-            total += p;
-            scale_add(out, value, p, d);
-        });
+        const int n = to - from + 1;
+        std::fill(score + n, score + kKeyTile, best);
+        for (int i = 0; i < n; i += 16) store(score + i, exp(load(score + i) - set1(best)));
+        std::fill(score + n, score + kKeyTile, 0.0f);
+        total += sum((load(score) + load(score + 16)) + (load(score + 32) + load(score + 48)));
+        each_row<T>(kv, kv.v, head, from, to, [&](int j, const T* value) { scale_add(out, value, score[j - from], d); });
     }
     float inverse = 1.0f / total;
     for (int i = 0; i < d; ++i) out[i] *= inverse;

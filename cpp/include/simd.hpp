@@ -332,11 +332,22 @@ inline F16 load_e8m0(const uint8_t* p) { COLIBRI_EACH(e8m0_to_float(p[i])); }
 
 // Sum of the sixteen lanes, as a tree of fixed shape: the same bits on every path.
 inline float sum(F16 a) {
+#if defined(COLIBRI_SIMD_AVX512)
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+#elif defined(COLIBRI_SIMD_AVX2)
+    __m256 eight = _mm256_add_ps(a.a, a.b);
+#endif
+#if defined(COLIBRI_SIMD_AVX512) || defined(COLIBRI_SIMD_AVX2)
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
     float v[16];
     store(v, a);
     for (int width = 8; width; width /= 2)
         for (int i = 0; i < width; ++i) v[i] += v[i + width];
     return v[0];
+#endif
 }
 
 // e^x with relative error below 2e-7 on [-87, 88]; smaller x gives 0 to within 1e-38, larger x saturates.
