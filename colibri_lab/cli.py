@@ -157,10 +157,11 @@ def run(args: argparse.Namespace) -> int:
     lab = cl.open(args.model, **given_settings(args, "open"))
     print(lab.summary(), file=sys.stderr)
     lab.warmup(args.warmup)
+    before = cached_share(lab) if args.record else None
     done = stream_text(lab, prompt, given_settings(args, "generate"), show=not args.json)
     advice = advise(done, lab)
     if args.record:
-        print(f"run record {done.save(lab).id}", file=sys.stderr)
+        print(f"run record {done.save(lab, page_cache_before=before).id}", file=sys.stderr)
     if args.json:
         print_json(run_record(lab, done, args.warmup, advice))
     else:
@@ -170,6 +171,13 @@ def run(args: argparse.Namespace) -> int:
     if args.verbose:
         print(settings_and_memory(lab, done), file=sys.stderr)
     return 130 if done.stop_reason == "interrupted" else 0
+
+
+def cached_share(lab) -> float | None:
+    """Share of the model's expert files in the page cache; None where the system does not tell."""
+    from .tune import page_cache, runs
+
+    return page_cache.share(runs.expert_files(lab.path))
 
 
 def stream_text(lab, prompt: str, settings: dict[str, Any], show: bool):

@@ -227,6 +227,7 @@ class Lab:
         with self._exclusive(), self.engine.routed_by(router):
             self._stop.clear()
             self.last_run = run
+            run.resident_before = int((self.engine.cache.residency() > 0).sum())
             yield from stream(self.engine, self.tokenizer, run, self._stop.is_set)
 
     @contextlib.contextmanager

@@ -30,6 +30,7 @@ class Run:
     cache: pd.DataFrame = field(default_factory=pd.DataFrame)  # layer, phase, hits, misses, loads, bytes
     events: pd.DataFrame = field(default_factory=pd.DataFrame)  # one row per access, with log_level debug
     requested: dict = field(default_factory=dict)  # settings as they were given, by name
+    resident_before: int = 0  # experts that were in memory when it began, left there by earlier texts
 
     @property
     def stages(self) -> pd.DataFrame:

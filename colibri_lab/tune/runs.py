@@ -159,7 +159,7 @@ def save_run(run, lab=None, page_cache_before: float | None = None, notes: list[
         tables["events"] = run.events.assign(victim=run.events.victim.map(lambda v: None if v is None else str(v)))
     return save(
         "generate", requested=run.requested, effective=run.settings, facts=facts, tables=tables, model=model,
-        page_cache_before=page_cache_before, page_cache_after=after, notes=notes, prompt=run.prompt, text=run.text,
+        page_cache_before=page_cache_before, page_cache_after=after, notes=notes, prompt=run.prompt, history=f"{run.resident_before} experts resident at the start", text=run.text,
     )  # fmt: skip
 
 

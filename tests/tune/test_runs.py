@@ -10,6 +10,7 @@ import pytest
 import colibri_lab as cl
 from colibri_lab.errors import SettingError, StorageError
 from colibri_lab.tune import runs
+from colibri_lab.tune.compare import differences
 
 
 def test_a_record_gives_back_what_was_saved(own_records):
@@ -86,6 +87,9 @@ def test_a_run_saves_itself_with_its_model_and_settings(tiny):
     assert kept.manifest["settings"]["effective"]["loader_threads"] == lab.settings["loader_threads"]
     assert len(kept.table("steps")) == len(run.steps)
     assert cl.runs(expert_cache_slots=6).id.tolist() == [kept.id]
+    assert kept.manifest["history"] == "0 experts resident at the start"
+    warm = lab.generate("def add(a, b):", max_tokens=6, temperature=0.0, stop_at_eos=False).save(lab)
+    assert [each for each in differences(kept, warm) if "history" in each] != []
     assert kept.manifest["model"]["hash"] == runs.model_identity(tiny)["hash"]
 
 
