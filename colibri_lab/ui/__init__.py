@@ -1,26 +1,36 @@
-"""Views: `run_monitor` moves while the model generates, `router_explorer` looks into its routers, `cache_tuner` replays
-recorded routing; `plots` and `router_plots` draw the same pictures for paper.
+"""Views that move: `run_monitor` while the model generates, `router_explorer` into its routers, `cache_tuner` over recorded
+routing, `profile_view` over a token's time, `what_if` around any question. Pictures that stay: `plots`, `router_plots`, and
+the findings of `cache_lessons` and `profile_lessons`.
 
-The views read what was recorded and compute nothing else, so every number here can be had without a picture.
+The views read what was recorded or replayed, so every number here can be had without a picture.
 """
 
-from . import plots, router_plots
+from . import cache_lessons, plots, profile_lessons, router_plots
 from .cache_tuner import CacheTuner, cache_tuner
 from .exercises import check, fewest_slots
 from .plots import pipeline
+from .profile_view import ProfileView, profile_view
 from .router_view import RouterExplorer, router_explorer
+from .what_if import Finding, WhatIf, what_if
 from .widgets import RunMonitor, run_monitor
 
 __all__ = [
     "CacheTuner",
+    "Finding",
+    "ProfileView",
     "RouterExplorer",
     "RunMonitor",
+    "WhatIf",
+    "cache_lessons",
     "cache_tuner",
     "check",
     "fewest_slots",
     "pipeline",
     "plots",
+    "profile_lessons",
+    "profile_view",
     "router_explorer",
     "router_plots",
     "run_monitor",
+    "what_if",
 ]

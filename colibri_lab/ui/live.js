@@ -164,7 +164,9 @@ function stack(g, W, H, spec, at, ui) {
 // Horizontal bars, in the order of the stack from the top down; the kept run is a tick.
 function bars(g, W, H, spec, at, ui) {
   const m = spec.shape[0];
-  const narrow = W < 290, box = { x: 108, y: 26, w: W - 108 - (narrow ? 38 : 86) };
+  g.font = FONT;
+  const names = Math.max(...spec.series.map((s) => g.measureText(s.label).width)) + 12;
+  const narrow = W < 290, left = Math.min(Math.max(names, 60), 0.5 * W), box = { x: left, y: 26, w: W - left - (narrow ? 38 : 86) };
   box.h = H - box.y - 38;
   const { px } = axes(g, box, spec, ui.ink, ui.rule, { yTicks: false });
   const step = box.h / m;

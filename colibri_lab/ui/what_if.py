@@ -1,0 +1,181 @@
+"""One question, a few controls, one answer: `what_if(work, slots=range(1, 65))` asks `work` again whenever a control moves.
+
+`work` returns a `Finding`: panels, one sentence made from the numbers, and the table behind them. A finding is a picture by
+itself, so the same function serves a reader with a running kernel and one without.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import wrap
+
+import ipywidgets as W
+import pandas as pd
+
+from ..errors import ColibriError, SettingError, did_you_mean
+from . import plots
+from .frames import Frame
+from .live import live_plot
+from .newest import Newest
+from .theme import CSS
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Panels, what they say, and their numbers. Naming it in a cell shows the picture."""
+
+    frames: tuple[Frame, ...]
+    said: str
+    table: pd.DataFrame = field(repr=False)
+
+    def png(self, path: str | Path | None = None) -> plots.Picture:
+        """The panels side by side with the sentence underneath, written to `path` if given."""
+        picture = plots.Picture((10.4 if len(self.frames) > 1 else 6.8, 3.7))
+        for at, frame in enumerate(self.frames, 1):
+            plots.draw(picture.add_subplot(1, len(self.frames), at), frame)
+        width = 150 if len(self.frames) > 1 else 98
+        picture.supxlabel("\n".join(wrap(self.said, width)), x=0.01, ha="left", fontsize=9)
+        if path is not None:
+            picture.savefig(path)
+        return picture
+
+    def _repr_png_(self) -> bytes:
+        return self.png().png()
+
+
+def what_if(work: Callable[..., Finding], *given, live: str = "auto", height: int = 260, **controls) -> WhatIf:
+    """A view of `work(*given, name=value, …)` with a slider for each range and a dropdown for each list.
+
+        what_if(lessons.warm_up, trace, slots=range(8, 65), policy=["lru", "lfu"])
+
+    Controls start at the default of `work`'s argument where it has one and the control offers it. Raises `SettingError`
+    for an argument that `work` does not take, and whatever the first answer raises.
+    """
+    return WhatIf(work, given, controls, live, height)
+
+
+class WhatIf(W.VBox):
+    """See `what_if`. `finding` is what is on show; `state` is "running", "done" or "error" (then `error` is why)."""
+
+    def __init__(
+        self, work, given: tuple, controls: dict[str, range | Sequence], live: str = "auto", height: int = 260
+    ):
+        self._worker = Newest(self._serve, "colibri-what-if")
+        self._work, self._given = work, given
+        self._lock = threading.RLock()
+        self._quiet = False
+        self.state, self.error = "running", None
+        self.controls = {name: self._control(name, options) for name, options in controls.items()}
+        self.finding: Finding = work(*given, **self._wanted())
+        self._panels = [live_plot(live, height) for _ in self.finding.frames]
+        self._verdict, self._message = W.HTML(), W.HTML()
+        row = W.HBox(list(self.controls.values()), layout=W.Layout(flex_flow="row wrap", width="100%"))
+        columns = f"repeat({len(self._panels)}, minmax(0, 1fr))"
+        grid = W.GridBox(
+            self._panels, layout=W.Layout(grid_template_columns=columns, grid_gap="6px 10px", width="100%")
+        )
+        style = W.HTML(CSS, layout=W.Layout(display="none"))
+        width = "1250px" if len(self._panels) > 1 else "760px"
+        super().__init__(
+            [style, row, grid, self._verdict, self._message], layout=W.Layout(width="100%", max_width=width)
+        )
+        self.add_class("colibri")
+        self._show(self.finding, lambda: False)
+
+    def set(self, **values) -> Finding:
+        """Move controls and wait for the answer; needs no front end. Raises what `work` raises."""
+        for name, value in values.items():
+            if name not in self.controls:
+                raise SettingError(f"what_if has no control {name!r}; {did_you_mean(name, self.controls)}")
+            control = self.controls[name]
+            if isinstance(control, W.IntSlider):
+                if not control.min <= value <= control.max:
+                    raise SettingError(f"{name} must be {control.min} to {control.max}, got {value!r}")
+            elif value not in control.options:
+                raise SettingError(f"{name} cannot be {value!r}; {did_you_mean(str(value), map(str, control.options))}")
+        with self._lock:
+            self._quiet = True
+            try:
+                for name, value in values.items():
+                    self.controls[name].value = value
+            finally:
+                self._quiet = False
+            wanted = self._wanted()
+        self._worker.run(wanted)
+        return self.finding
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for what runs in the background. True when it is done."""
+        return self._worker.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop, and free the widgets."""
+        self._worker.stop()
+        super().close()
+
+    @property
+    def data(self) -> pd.DataFrame:
+        """The numbers of the finding on show."""
+        return self.finding.table
+
+    def png(self, path: str | Path | None = None) -> plots.Picture:
+        """The finding on show as a picture."""
+        self.wait()
+        return self.finding.png(path)
+
+    def _control(self, name: str, options: range | Sequence) -> W.IntSlider | W.Dropdown:
+        parameters = inspect.signature(self._work).parameters
+        if name not in parameters:
+            raise SettingError(f"what_if: {self._work.__name__} takes no {name!r}; {did_you_mean(name, parameters)}")
+        options = options if isinstance(options, range) else list(options)
+        start = parameters[name].default
+        start = start if start in options else options[len(options) // 2 if isinstance(options, range) else 0]
+        shown = {"description": name.replace("_", " "), "tooltip": f"{name} of {self._work.__name__}"}
+        shown |= {"layout": W.Layout(width="auto", flex="1 1 260px", max_width="420px")}
+        shown |= {"style": {"description_width": "initial"}}
+        if isinstance(options, range):
+            control = W.IntSlider(start, options[0], options[-1], step=options.step, **shown)
+        else:
+            control = W.Dropdown(options=options, value=start, **shown)
+        control.observe(self._on_control, "value")
+        return control
+
+    def _wanted(self) -> dict:
+        return {name: control.value for name, control in self.controls.items()}
+
+    def _on_control(self, _) -> None:
+        with self._lock:
+            if self._quiet:
+                return
+            wanted = self._wanted()
+        self._worker.submit(wanted)
+
+    def _serve(self, wanted: dict, stale) -> None:
+        try:
+            with self._lock:
+                self.state = "running"
+            finding = self._work(*self._given, **wanted)
+            self._show(finding, stale)
+        except BaseException as error:
+            with self._lock, suppress(Exception):
+                self.state, self.error = "error", error
+                what = str(error) if isinstance(error, ColibriError) else f"{type(error).__name__}: {error}"
+                told = html.escape(f"{what} – the last picture stays. Move a control to go on.")
+                self._message.value = f'<p class="colibri-error" role="status">{told}</p>'
+            raise
+
+    def _show(self, finding: Finding, stale) -> None:
+        with self._lock:
+            if stale():
+                return
+            self.finding, self.state, self.error = finding, "done", None
+            for panel, frame in zip(self._panels, finding.frames, strict=True):
+                panel.show(frame)
+            self._verdict.value = f'<p class="colibri-verdict">{html.escape(finding.said)}</p>'
+            self._message.value = ""
