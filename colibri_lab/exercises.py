@@ -9,6 +9,7 @@ To add one: compute the truth, then `return compare(answer, truth, tolerance, â€
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 
@@ -135,5 +136,172 @@ def check_01_3(answer) -> Answer:
             (1.0, "the bias takes part in choosing only; the weight is made from the plain sigmoid"),
             (score[3], "nearly: that is its sigmoid, which is then divided by the sum over the two chosen experts"),
             (0.0, "it is chosen: experts are compared by sigmoid plus bias, and 10 is more than any sigmoid"),
+        ],
+    )
+
+
+# 02 expert cache
+
+SETS_02 = ((0, 1), (2, 0))  # of exercise 1: what two tokens want of one layer
+SLOTS_02 = 16  # of exercise 3
+
+
+@cache
+def _shipped_trace(name: str):
+    from .front import project_root
+    from .trace import load_trace
+
+    return load_trace(project_root() / "data/traces" / name)
+
+
+def _olmoe():
+    return _shipped_trace("warp_olmoe_1b7b_299.jsonl")
+
+
+def check_02_1(answer) -> Answer:
+    """Hits of a cache of two slots when a token wants experts {0, 1} and the next {2, 0}, served together (atomic)."""
+    from .trace import Trace
+
+    header = {"num_experts": 3, "ranked": True}
+    trace = Trace.from_rows(step=range(len(SETS_02)), layer=[0, 0], experts=SETS_02, header=header)
+    together, one_by_one = (int(trace.replay("lru", 2, lookup=lookup).hits.sum()) for lookup in ("atomic", "serial"))
+    return compare(
+        answer,
+        together,
+        0,
+        why="Expert 0 is still there when the second token asks for both; only 2 must be read, and 1 leaves for it.",
+        typical=[
+            (one_by_one, "that is serial lookup: 2 comes first, throws out 0, and a moment later 0 is missing"),
+            (2, "expert 2 has never been asked for before, so it cannot be there"),
+        ],
+    )
+
+
+def check_02_2(answer) -> Answer:
+    """OLMoE with one pool for all layers and lru: the fewest slots with any hit."""
+    from .trace.experiments import cliff
+
+    found, trace = cliff(_olmoe()).attrs, _olmoe()
+    layers, k = len(trace.layers), found["cycle"] // len(trace.layers)
+    return compare(
+        answer,
+        found["first"],
+        0,
+        unit=" slots",
+        why=f"The other {layers - 1} layers ask for {k} experts each before a layer has its turn again, so "
+        f"{found['first'] - 1} slots hold nothing of its last visit.",
+        typical=[
+            (found["first"] - 1, "so close: with that many the last expert leaves just before its layer has its turn"),
+            (
+                found["cycle"],
+                "with that many a whole token fits; the first hit needs fewer, look at the foot of the step",
+            ),
+            (k, "that is one layer's share of a token; this pool is shared by all layers"),
+            (1, "one slot is overwritten by the next expert at once; nothing lives until its next use"),
+        ],
+    )
+
+
+def check_02_3(answer) -> Answer:
+    """OLMoE, 16 slots per layer, lru: percent of layer steps that find all eight experts in memory."""
+    totals = _olmoe().replay("lru", SLOTS_02).attrs["totals"]
+    hit, full = totals["hit_rate"], totals["full_event_hit_rate"]
+    k = _olmoe().k
+    return compare(
+        answer,
+        100 * full,
+        0.3,
+        unit=" %",
+        why=f"If the picks were independent it would be {100 * hit**k:.1f} %; they are not: an easy token is easy for all.",
+        typical=[
+            (
+                100 * hit**k,
+                f"{hit:.3f} to the power {k} takes the picks for independent; a token that repeats repeats more than one",
+            ),
+            (100 * hit, "that is the share of single experts; here all eight of a layer must be there together"),
+            (full, "in percent, please"),
+        ],
+    )
+
+
+# 06 pipeline profile
+
+SKIP_06 = 10  # of exercise 1: tokens at the start that are left out
+COMPUTE_06, STALL_06 = 90.0, 40.0  # ms, of exercise 2, at a hit rate of
+HITS_06 = (0.90, 0.95)  # before and after
+STAGES_06 = {"attention": 0.6, "router": 0.2, "expert_compute": 1.4, "shared_expert": 0.3, "head": 0.2, "other": 0.1,
+             "expert_load_wait": 2.2}  # ms, of exercise 3  # fmt: skip
+SERVICE_06 = 6.4  # ms that the loader threads were reading meanwhile
+
+
+def check_06_1(answer) -> Answer:
+    """Qwen3 trace without its first 10 tokens: (ms a token waits without any miss, ms per miss), by least squares."""
+    from .front import project_root
+    from .ui.profile_lessons import decode_times, line
+
+    times = decode_times(
+        _shipped_trace("bigmoe_qwen.route.csv"), project_root() / "data/traces/bigmoe_qwen.metrics.csv"
+    )
+    rest = times.iloc[SKIP_06:]
+    wait, wall = line(rest.misses, rest.wait_ms), line(rest.misses, rest.wall_ms)
+    return compare(
+        answer,
+        wait[:2],
+        np.array([0.6, 0.06]),
+        why=f"With wall time instead the correlation drops from {wait[2]:.3f} to {wall[2]:.2f}: compute varies for reasons of its own.",
+        typical=[
+            (
+                wall[:2],
+                "that line is fitted to wall time, in which compute hides the misses; subtract compute_ms first",
+            ),
+            (wait[1::-1], "these are right, the other way round: first the ms without a miss, then the ms per miss"),
+        ],
+    )
+
+
+def check_06_2(answer) -> Answer:
+    """Milliseconds per token when the hit rate rises from 90 to 95 %: before, 90 ms of compute and 40 ms of stall."""
+    before, after = HITS_06
+    ratio = (1 - after) / (1 - before)
+    whole = COMPUTE_06 + STALL_06
+    return compare(
+        answer,
+        COMPUTE_06 + STALL_06 * ratio,
+        0.5,
+        unit=" ms",
+        why="Misses halve, and with them the stall; compute stays.",
+        typical=[
+            (whole * ratio, "only the stall halves; compute does not care where an expert came from"),
+            (STALL_06 * ratio, "that is what is left of the stall; the token is computed, too"),
+            (
+                COMPUTE_06 + STALL_06 * before / after,
+                "count misses, not hits: they fall from 10 to 5 %, which is by half",
+            ),
+            (COMPUTE_06, "the other 5 % still miss"),
+        ],
+    )
+
+
+def check_06_3(answer) -> Answer:
+    """Milliseconds of wall time of a token, from its stages and the time that loader threads spent reading meanwhile."""
+    wall = sum(STAGES_06.values())
+    wait = STAGES_06["expert_load_wait"]
+    return compare(
+        answer,
+        wall,
+        0.01 * wall,
+        unit=" ms",
+        why=f"Stages exclude each other and sum to wall time. Of {SERVICE_06} ms of reading only the wait of {wait} ms is in there; "
+        "the rest happened while something else was computed.",
+        typical=[
+            (
+                wall + SERVICE_06,
+                "reading overlaps the stages, and what does not is expert_load_wait already: it must not be added",
+            ),
+            (
+                wall - wait + SERVICE_06,
+                "reading is not waiting: most of it happened while experts that were there were computed",
+            ),
+            (wall - wait, "waiting is wall time, too"),
         ],
     )

@@ -16,6 +16,12 @@ RIGHT = {
     "check_01_1": [[(0.731, 0.269), (0.546, 0.454)], {"softmax": [0.7311, 0.2689], "sigmoid": [0.5464, 0.4536]}],
     "check_01_2": [23.4, 23],
     "check_01_3": [0.234, np.float32(0.2339)],
+    "check_02_1": [1, [1]],
+    "check_02_2": [121, np.int64(121)],
+    "check_02_3": [7.46, 7.5],
+    "check_06_1": [(7.25, 0.984), [7, 0.98], {"ms at no miss": 7.4, "ms per miss": 1.0}],
+    "check_06_2": [110, 110.0],
+    "check_06_3": [5, 5.0],
 }
 WRONG = {
     "check_01_1": {
@@ -38,6 +44,39 @@ WRONG = {
         0.269: "divided by the sum",
         0: "it is chosen",
         0.5: "look again",
+    },
+    "check_02_1": {0: "that is serial lookup", 2: "never been asked for", 3: "look again"},
+    "check_02_2": {
+        120: "just before its layer has its turn",
+        128: "look at the foot of the step",
+        8: "one layer's share",
+        1: "overwritten by the next expert",
+        100: "look again",
+    },
+    "check_02_3": {
+        1.6: "takes the picks for independent",
+        59.7: "all eight of a layer",
+        0.075: "in percent",
+        30: "look again",
+    },
+    "check_06_1": {
+        (108.7, 1.26): "subtract compute_ms first",
+        (0.984, 7.25): "the other way round",
+        (0, 1): "look again",
+        7: "2 numbers are wanted",
+    },
+    "check_06_2": {
+        65: "only the stall halves",
+        20: "the token is computed, too",
+        127.9: "count misses, not hits",
+        90: "still miss",
+        100: "look again",
+    },
+    "check_06_3": {
+        11.4: "must not be added",
+        9.2: "reading is not waiting",
+        2.8: "waiting is wall time",
+        7: "look again",
     },
 }
 
