@@ -21,7 +21,9 @@ def add_commands(commands) -> None:
     p.add_argument("--family", required=True, metavar="NAME", help="qwen3_moe, olmoe, mixtral, qwen2_moe or glm4_moe")
     p.add_argument("--output", "--output-dir", required=True, metavar="DIR", help="checkpoint directory to write")
     for size in SIZES:
-        p.add_argument(f"--{size.replace('_', '-')}", type=count, metavar="N", help="default: the family's own, in proportion")
+        p.add_argument(
+            f"--{size.replace('_', '-')}", type=count, metavar="N", help="default: the family's own, in proportion"
+        )
     p.add_argument("--seed", type=count, default=0, metavar="N", help="of the weights (default: 0)")
     p.add_argument("--dtype", default="bf16", metavar="TYPE", help="bf16, fp16 or fp32 (default: bf16)")
     p.add_argument("--shard-size", default="5 GB", metavar="SIZE", help="most bytes in one file (default: 5 GB)")

@@ -49,7 +49,10 @@ _SPELLED = {
     "olmoe": {"moe_intermediate_size": "intermediate_size"},
     "glm4_moe": {"num_experts": "n_routed_experts"},
 }
-_PUBLISHED = {"qwen3_moe": {"head_dim": 128}, "glm4_moe": {"head_dim": 128}}  # where the class default is not what is used
+_PUBLISHED = {
+    "qwen3_moe": {"head_dim": 128},
+    "glm4_moe": {"head_dim": 128},
+}  # where the class default is not what is used
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
@@ -92,12 +95,13 @@ def make_model(
         raise SettingError(f"dtype cannot be {dtype!r}; {did_you_mean(dtype, DTYPES)}")
     if not isinstance(seed, int) or seed < 0:
         raise SettingError(f"seed must be a whole number of at least 0, got {seed!r}")
+    most = parse_size(shard_size, "shard_size")
     output, raw = Path(output), config_fields(family, sizes, fields or {}, DTYPES[dtype][1])
     config = _checked_config(raw)
     tensors = checkpoint_tensors(config, DTYPES[dtype][0])
     total = sum(_nbytes(*tensor) for tensor in tensors.values())
     _make_room(output, total, overwrite)
-    shards = list(_shards(tensors, parse_size(shard_size, "shard_size")))
+    shards = list(_shards(tensors, most))
     written = []
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"writing {output.name}", disable=not progress) as bar:
@@ -172,9 +176,13 @@ def _checked_config(raw: dict) -> ModelConfig:
         try:
             config = families.read_config(folder)
         except ModelError as error:
-            raise ModelError(f"these sizes make no {raw['model_type']}: {str(error).removeprefix(f'{path}: ')}") from None
+            raise ModelError(
+                f"these sizes make no {raw['model_type']}: {str(error).removeprefix(f'{path}: ')}"
+            ) from None
     if config.vocab_size < VOCABULARY:
-        raise SettingError(f"vocab must be at least {VOCABULARY}, an id for every byte and one for the end, got {config.vocab_size}")
+        raise SettingError(
+            f"vocab must be at least {VOCABULARY}, an id for every byte and one for the end, got {config.vocab_size}"
+        )
     return config
 
 

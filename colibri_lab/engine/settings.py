@@ -10,7 +10,9 @@ from ..units import parse_size
 from .sizes import blocks
 
 
-def effective(given: dict, config: ModelConfig, slot_bytes: int, blocks_per_layer: int, stored_max_seq_len: int | None) -> dict:
+def effective(
+    given: dict, config: ModelConfig, slot_bytes: int, blocks_per_layer: int, stored_max_seq_len: int | None
+) -> dict:
     """`given` as `config.resolve` returns it; `stored_max_seq_len` is what the conversion set, if it did.
 
     With `memory` the number of slots stays open (None): it is for the memory plan to choose. Raises `SettingError`.
@@ -31,9 +33,13 @@ def effective(given: dict, config: ModelConfig, slot_bytes: int, blocks_per_laye
     if s["prefault"] and s["dynamic_arena"]:
         raise SettingError("prefault touches all memory at once, dynamic_arena takes it on demand: choose one of them")
     if s["router_offload"] == "gpu":
-        raise SettingError("router_offload 'gpu': there is no device backend; use cpu, or none with experts from elsewhere")
+        raise SettingError(
+            "router_offload 'gpu': there is no device backend; use cpu, or none with experts from elsewhere"
+        )
     if s["router_offload"] == "none" and s["prefetch"] == "lookahead":
-        raise SettingError("prefetch 'lookahead' runs the router early, router_offload 'none' never: change one of them")
+        raise SettingError(
+            "prefetch 'lookahead' runs the router early, router_offload 'none' never: change one of them"
+        )
     if s["memory"] is None:
         s["expert_cache_slots"] = _slots(s, config, blocks(slot_bytes), blocks_per_layer)
     if s["threads"] is None:

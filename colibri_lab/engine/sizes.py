@@ -90,7 +90,9 @@ def page_shape(config: ModelConfig, settings: dict) -> tuple[int, int]:
     """(positions, bytes) of one KV page; a naive cache is a single page as long as max_seq_len."""
     longest = settings["max_seq_len"]
     size = longest if settings["kv_cache_type"] == "naive" else min(settings["page_size"], longest)
-    return size, blocks(2 * config.num_layers * size * config.num_kv_heads * config.head_dim * ITEM[settings["kv_dtype"]])
+    return size, blocks(
+        2 * config.num_layers * size * config.num_kv_heads * config.head_dim * ITEM[settings["kv_dtype"]]
+    )
 
 
 def kv_bytes(config: ModelConfig, lengths: list[int], settings: dict) -> int:

@@ -66,13 +66,22 @@ def run_child(
     """
     if not sys.platform.startswith("linux"):
         raise SettingError("run_child measures through /proc, which only Linux has")
-    job = dict(model=str(model), prompt=prompt, settings=settings or {}, generate=generate or {}, limited=limited, limit=limit)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])}
+    job = dict(
+        model=str(model), prompt=prompt, settings=settings or {}, generate=generate or {}, limited=limited, limit=limit
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
+    }
     oom_before, deadline = oom_kills(), time.monotonic() + timeout_s
     begun, limit, killed, peak = {}, None, False, 0
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as faults:
         child = subprocess.Popen(
-            [sys.executable, "-m", __name__, json.dumps(job)], stdout=out, stderr=faults, env=environment, preexec_fn=_small_stacks
+            [sys.executable, "-m", __name__, json.dumps(job)],
+            stdout=out,
+            stderr=faults,
+            env=environment,
+            preexec_fn=_small_stacks,
         )
         try:
             while child.poll() is None:
@@ -203,7 +212,11 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     settings, generate = job["settings"], job["generate"]
     # A short run first, so that libraries, kernels and the thread pool are there: they are not the model's memory.
-    small = {name: value for name, value in settings.items() if name not in ("memory", "prefault", "cache_start", "cache_blocks")}
+    small = {
+        name: value
+        for name, value in settings.items()
+        if name not in ("memory", "prefault", "cache_start", "cache_blocks")
+    }
     lab = cl.open(job["model"], **{**small, "expert_cache_slots": 1})
     lab.generate(job["prompt"], max_tokens=2, temperature=0.0, stop_at_eos=False)
     del lab

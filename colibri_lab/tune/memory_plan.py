@@ -70,7 +70,13 @@ class ModelFacts:
         """A checkpoint as `convert` with these options would make it; only headers are read."""
         plan = plan_conversion(directory, Path(directory) / "not-written", **convert_options)
         return cls._of(
-            Path(directory).name, plan.config, plan.block_size, plan.sizes, plan.slot_bytes, plan.max_seq_len, plan.tokenizer
+            Path(directory).name,
+            plan.config,
+            plan.block_size,
+            plan.sizes,
+            plan.slot_bytes,
+            plan.max_seq_len,
+            plan.tokenizer,
         )
 
     @classmethod
@@ -125,7 +131,9 @@ class MemoryPlan(dict):
         return plan_table(self)
 
 
-def memory_plan(model: str | os.PathLike, *, available: int | str | None = None, check: bool = True, **settings) -> MemoryPlan:
+def memory_plan(
+    model: str | os.PathLike, *, available: int | str | None = None, check: bool = True, **settings
+) -> MemoryPlan:
     """What opening `model` (a container or a checkpoint) with these settings of scope "open" takes.
 
         cl.memory_plan("data/colibri-tiny", expert_cache_slots=16, max_seq_len=512)["total_bytes"]
@@ -198,8 +206,9 @@ def _refusal(plan: MemoryPlan, budget: int, what: str) -> str:
     elif length:
         advice = f"max_seq_len={length} with expert_cache_slots=1 is the most that fits"
     else:
-        largest = max(PARTS, key=lambda part: plan[part])
-        advice = f"no setting fits; the largest part is {PARTS[largest]} with {plan[largest]} bytes"
+        least = MemoryPlan(facts, {**settings, "expert_cache_slots": 1, "max_seq_len": 1}, budget)
+        largest = max(PARTS, key=lambda part: least[part])
+        advice = f"no setting fits; {PARTS[largest]} take {least[largest]} bytes of at least {least['total_bytes']}"
     return (
         f"{facts.name} with expert_cache_slots={settings['expert_cache_slots']} and max_seq_len={settings['max_seq_len']} takes "
         f"{total} bytes ({format_size(total)}), {budget} ({format_size(budget)}) {what}; {advice}. Nothing was allocated"
