@@ -58,11 +58,12 @@ class Plan:
     measured: dict | None = None
     record: str | None = None
     notes: list[str] = field(default_factory=list)
+    given: dict[str, Any] = field(default_factory=dict)  # settings that were not to be chosen
 
     @property
     def settings(self) -> dict[str, Any]:
         """The recommended settings that `cl.open` and `colibri run` accept."""
-        return {choice.setting: choice.value for choice in self.choices if choice.setting in SETTINGS}
+        return {**self.given, **{c.setting: c.value for c in self.choices if c.setting in SETTINGS}}
 
     def to_json(self) -> dict:
         return {
@@ -274,7 +275,7 @@ def recommend(predictors: dict[str, Predictor], machine_: dict, policies_: str |
     settings["threads"] = choices[-1].value
     choices.append(_between("format", format, best, 0, (format, storage, scope), _format_reason))
     split, reason = _per_layer(one, settings)
-    return Plan(one.shape, machine_, one.memory, one.at(**settings), [*choices, *reason], curves, split)
+    return Plan(one.shape, machine_, one.memory, one.at(**settings), [*choices, *reason], curves, split, given=one.base)
 
 
 def _cheapest(table: pd.DataFrame) -> pd.Series:

@@ -75,6 +75,7 @@ def test_what_is_given_is_kept(known_machine):
         scope="layer",
         storage="direct",
         policy="arc",
+        loader_threads=4,
     )
     assert found.settings == {
         "expert_cache_slots": 12,
@@ -82,6 +83,7 @@ def test_what_is_given_is_kept(known_machine):
         "storage": "direct",
         "policy": "arc",
         "threads": 2,
+        "loader_threads": 4,
     }
     with pytest.raises(SettingError, match="'temperature' is not a setting of scope open"):
         plan("OLMoE-1B-7B", temperature=1.0)
