@@ -224,22 +224,25 @@ def token_operations(lab, context: int = 0) -> int:
     return 2 * (c.num_layers * attention + moe * (c.top_k * expert + shared) + (c.num_layers - moe) * dense + seen)
 
 
+def all_resident(model: str | os.PathLike) -> dict:
+    """Settings with which a model is opened with every expert in memory from the start."""
+    from .checkpoint.container import Container
+    from .front import container_of
+
+    box = Container.open(container_of(model), allow_fp32=True)
+    blocks = [(layer, block) for layer in box.config.moe_layers for block in range(box.blocks)]
+    return {"expert_cache_slots": len(blocks), "cache_start": "preloaded", "cache_blocks": blocks}
+
+
 class Decoder:
     """A lab with every expert resident, decoding one token a call behind a short context; seeded random tokens."""
 
     def __init__(self, model: str, threads: int, settings: dict, prefill: int = PREFILL):
         import colibri_lab as cl
 
-        self.lab = cl.open(
-            model, **{"expert_cache_slots": 10**6, "threads": threads, "prefill_chunk": prefill, **settings}
-        )
+        self.lab = cl.open(model, **{**all_resident(model), "threads": threads, "prefill_chunk": prefill, **settings})
         self._ids = np.random.default_rng(0).integers(0, self.lab.config.vocab_size, prefill)
         self.prefill_tokens = min(prefill, self.lab.settings["max_seq_len"] - 1)
-        while True:  # until no expert is missing any more
-            before = self.lab.engine.cache.counters()["misses"].sum()
-            self.prefill()
-            if self.lab.engine.cache.counters()["misses"].sum() == before:
-                break
         self._restart()
 
     def _restart(self) -> None:
