@@ -44,7 +44,9 @@ def made(directory: Path, layers: int, format: str, experts: int = 64) -> Path:
         source = directory / "source"
         from colibri_lab.checkpoint.make_model import make_model
 
-        make_model(source, "olmoe", hidden=2048, expert_width=1024, layers=layers, experts=experts, seed=1, overwrite=True)
+        make_model(
+            source, "olmoe", hidden=2048, expert_width=1024, layers=layers, experts=experts, seed=1, overwrite=True
+        )
         cl.convert(source, target, quantize=format, tensors="all")
         shutil.rmtree(source)
     return target

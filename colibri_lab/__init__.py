@@ -1,9 +1,9 @@
 """colibri-lab: understand, measure and tune Mixture-of-Experts inference when the model is bigger than memory.
 
-    import colibri_lab as cl
-    lab = cl.open("data/colibri-tiny", expert_cache_slots=16)
-    run = lab.generate("def read_lines(path):", max_tokens=64, temperature=0.7)
-    print(run.text, run.stages, run.cache, sep="\\n")
+import colibri_lab as cl
+lab = cl.open("data/colibri-tiny", expert_cache_slots=16)
+run = lab.generate("def read_lines(path):", max_tokens=64, temperature=0.7)
+print(run.text, run.stages, run.cache, sep="\\n")
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ def add_commands(commands) -> None:
         "parts", nargs="*", metavar="WHAT", help="gemm, ffn, decode, prefill, bandwidth, disk (default: all of them)"
     )
     p.add_argument("--model", "--model-dir", metavar="DIR", default="colibri-tiny", help="for decode and prefill")
-    p.add_argument("--formats", metavar="A,B", help="number formats of weights for gemm and ffn (default: one of each kind)")
+    p.add_argument(
+        "--formats", metavar="A,B", help="number formats of weights for gemm and ffn (default: one of each kind)"
+    )
     p.add_argument("--thread-counts", metavar="N,M", help="default: 1 and the physical cores")
     p.add_argument("--repeats", type=count, default=7, metavar="N", help="clean samples wanted of each (default: 7)")
     p.add_argument("--path", metavar="DIR", help="folder on the disk to read")

@@ -314,7 +314,9 @@ def build_parser() -> Parser:
         metavar="N",
         help="fill the cache first with N short generations that do not count",
     )
-    p.add_argument("--settings", metavar="FILE", help="settings file, as `colibri tune` and `plan --out` write it; flags win")
+    p.add_argument(
+        "--settings", metavar="FILE", help="settings file, as `colibri tune` and `plan --out` write it; flags win"
+    )
     p.add_argument("--record", action="store_true", help="keep a run record, see `colibri runs`")
     p.add_argument("--profile", action="store_true", help="print the share of time of each stage, and advice")
     p.add_argument("--validate", action="store_true", help="check the model's files and exit, without generating")

@@ -23,7 +23,9 @@ def find_model(path: str | os.PathLike) -> Path:
         if candidate.is_dir():
             return candidate
     shipped = sorted(p.parent.name for p in (project_root() / "data").glob("*/config.json"))
-    raise ModelError(f"{path}: no such directory, here or in the project; models that come with it: {', '.join(shipped) or 'none'}")
+    raise ModelError(
+        f"{path}: no such directory, here or in the project; models that come with it: {', '.join(shipped) or 'none'}"
+    )
 
 
 def container_of(path: str | os.PathLike, progress: bool = True) -> Path:

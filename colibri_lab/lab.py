@@ -111,7 +111,13 @@ class Lab:
             token, rank = np.divmod(np.arange(ids.size), ids.shape[1])
             frames.append(
                 pd.DataFrame(
-                    {"layer": layer, "token": first + token, "rank": rank, "expert": ids.ravel(), "weight": weights.ravel()}
+                    {
+                        "layer": layer,
+                        "token": first + token,
+                        "rank": rank,
+                        "expert": ids.ravel(),
+                        "weight": weights.ravel(),
+                    }
                 )
             )
         table = pd.concat(frames, ignore_index=True)
@@ -179,7 +185,10 @@ class Lab:
         with self._exclusive():
             known = {name: value for name, value in self.settings.items() if name in SETTINGS}
             given = resolve({**known, **settings}, "open")
-            if settings.get("scope", self.settings["scope"]) != self.settings["scope"] and "expert_cache_slots" not in settings:
+            if (
+                settings.get("scope", self.settings["scope"]) != self.settings["scope"]
+                and "expert_cache_slots" not in settings
+            ):
                 given["expert_cache_slots"] = None
             if "memory" in settings and "expert_cache_slots" not in settings:
                 given["expert_cache_slots"] = None
@@ -199,7 +208,9 @@ class Lab:
         """Fill the cache with dummy generations (one token of prompt, a few of answer); the counters of later runs do not see them."""
         token = self.tokenizer.decode([min(1, self.config.vocab_size - 1)]) or "a"
         for _ in range(runs):
-            self.generate(token, max_tokens=min(8, self.settings["max_seq_len"] - 1), temperature=0.0, stop_at_eos=False)
+            self.generate(
+                token, max_tokens=min(8, self.settings["max_seq_len"] - 1), temperature=0.0, stop_at_eos=False
+            )
 
     def summary(self) -> str:
         """One line: model, slots and their bytes, policy, threads, SIMD path, storage, total memory."""
@@ -266,11 +277,15 @@ class Lab:
     def _through(self, token_ids) -> np.ndarray:
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-            raise SettingError(f"token_ids must be a non-empty list of whole numbers, got shape {ids.shape} of {ids.dtype}")
+            raise SettingError(
+                f"token_ids must be a non-empty list of whole numbers, got shape {ids.shape} of {ids.dtype}"
+            )
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise SettingError(f"token_ids must be 0 to {self.config.vocab_size - 1}, found {ids.min()} to {ids.max()}")
         if len(ids) > self.settings["max_seq_len"]:
-            raise SettingError(f"{len(ids)} tokens exceed max_seq_len {self.settings['max_seq_len']}; open the model with more")
+            raise SettingError(
+                f"{len(ids)} tokens exceed max_seq_len {self.settings['max_seq_len']}; open the model with more"
+            )
         chunk, kv = self.settings["prefill_chunk"], self.engine.kv
         try:
             parts = [

@@ -188,7 +188,15 @@ def check_norm(module) -> Iterator[Case]:
 
 def check_attention(module) -> Iterator[Case]:
     rng = np.random.default_rng(0)
-    cases = ((1, 24, 0, 7), (3, 24, 5, 7), (9, 24, 0, 7), (37, 32, 9, 64), (37, 33, 0, 256), (16, 64, 130, 16), (70, 16, 0, 1))
+    cases = (
+        (1, 24, 0, 7),
+        (3, 24, 5, 7),
+        (9, 24, 0, 7),
+        (37, 32, 9, 64),
+        (37, 33, 0, 256),
+        (16, 64, 130, 16),
+        (70, 16, 0, 1),
+    )
     for tokens, head_dim, window, page_size in cases:
         past, heads, kv_heads = 150, 6, 2
         positions = tokens + past

@@ -63,7 +63,9 @@ def test_each_missing_field_is_named(model):
             ModelConfig.from_json(data)
 
 
-@pytest.mark.parametrize("name, value", [("num_layers", "3"), ("top_k", None), ("family", 4), ("ffn", "moe"), ("tied_embeddings", 1)])
+@pytest.mark.parametrize(
+    "name, value", [("num_layers", "3"), ("top_k", None), ("family", 4), ("ffn", "moe"), ("tied_embeddings", 1)]
+)
 def test_each_mistyped_field_is_named(model, name, value):
     with pytest.raises(ModelError, match=f"field '{name}': expected .*, found"):
         ModelConfig.from_json({**model.to_json(), name: value})

@@ -34,7 +34,11 @@ def test_time_goes_to_the_innermost_stage_and_the_rest_is_other(clock):
         clock.tick(3)
     clock.tick(2)
     step = recorder.end(tokens=1)
-    assert {k: round(v * 1e3) for k, v in step.stages.items()} == {"other": 3, "expert_compute": 13, "expert_load_wait": 5}
+    assert {k: round(v * 1e3) for k, v in step.stages.items()} == {
+        "other": 3,
+        "expert_compute": 13,
+        "expert_load_wait": 5,
+    }
     assert step.calls == {"expert_compute": 1, "expert_load_wait": 1}
     assert step.wall_s == pytest.approx(0.021)
 

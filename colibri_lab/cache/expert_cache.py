@@ -153,22 +153,35 @@ class ExpertCache:
         self._hold_blocks()
 
     def _open_storage(self) -> None:
-        s, headers = self.settings, [self.container.block_layout(layer, b) for layer in self.layers for b in range(self.blocks)]
+        s, headers = (
+            self.settings,
+            [self.container.block_layout(layer, b) for layer in self.layers for b in range(self.blocks)],
+        )
         self._bytes = [h.payload_bytes for h in headers]
         largest = max(h.payload_offset + h.payload_bytes for h in headers)
         self.window_bytes = self.lanes * largest if s["storage"] == "mmap" else 0  # mapped by loader threads at once
         mode = "pread" if s["storage"] == "modelled" else s["storage"]
         self._loader = kernels.load("storage").BlockLoader(
-            [str(h.path) for h in headers], [h.payload_offset for h in headers], self._bytes, mode, self.lanes, self.memory
+            [str(h.path) for h in headers],
+            [h.payload_offset for h in headers],
+            self._bytes,
+            mode,
+            self.lanes,
+            self.memory,
         )
         if self._loader.refusal:
-            warnings.warn(f"storage direct is not possible here ({self._loader.refusal}): reading with pread", stacklevel=4)
+            warnings.warn(
+                f"storage direct is not possible here ({self._loader.refusal}): reading with pread", stacklevel=4
+            )
         self.storage = s["storage"] if s["storage"] == "modelled" else self._loader.mode
         self.clock = VirtualClock()
         self.device = None
         if s["storage"] == "modelled":
             self.device = ModelledDevice(
-                parse_rate(s["disk_bandwidth"]), s["disk_latency_us"] / 1e6, s["disk_queue_depth"], parse_size(s["disk_page_cache"])
+                parse_rate(s["disk_bandwidth"]),
+                s["disk_latency_us"] / 1e6,
+                s["disk_queue_depth"],
+                parse_size(s["disk_page_cache"]),
             )
 
     def acquire(self, layer: int, ids: np.ndarray, weights: np.ndarray, phase: str) -> Lease:
@@ -182,7 +195,9 @@ class ExpertCache:
         result = self._core.step(layer, blocks, PHASES[phase], weights.reshape(-1))
         lease = Lease(self, layer, ids, result)
         lease.phase = phase
-        self._count(layer, PHASES[phase], [block for block, hit in zip(lease.blocks, lease.hit, strict=True) if not hit])
+        self._count(
+            layer, PHASES[phase], [block for block, hit in zip(lease.blocks, lease.hit, strict=True) if not hit]
+        )
         if self._events is not None:
             self._log(lease, ids, result.victims.tolist())
         self._steps += 1

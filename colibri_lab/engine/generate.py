@@ -166,7 +166,11 @@ class Counters:
     def __init__(self, engine: Engine):
         cache = engine.cache
         self.counted = cache.counters()
-        self.bytes, self.service_s, self.device_bytes = cache.bytes_loaded.copy(), cache.load_service_s(), cache.device_bytes()
+        self.bytes, self.service_s, self.device_bytes = (
+            cache.bytes_loaded.copy(),
+            cache.load_service_s(),
+            cache.device_bytes(),
+        )
         self.event = len(cache.events)
 
     def since(self, before: Counters) -> dict:
@@ -189,7 +193,12 @@ class Counters:
         """What happened since, a row per MoE layer and phase: layer, phase, hits (demand only), misses, loads (misses and
         prefetches), bytes, evictions, and what became of prefetches: issued, timely, late, wasted."""
         now, rows = Counters(engine), []
-        columns = ["hits", "misses", "evictions", *(f"prefetch_{fate}" for fate in ("issued", "timely", "late", "wasted"))]
+        columns = [
+            "hits",
+            "misses",
+            "evictions",
+            *(f"prefetch_{fate}" for fate in ("issued", "timely", "late", "wasted")),
+        ]
         for p, phase in enumerate(PHASES):
             for i, layer in enumerate(engine.cache.layers):
                 more = {name: int(now.counted[name][i, p] - self.counted[name][i, p]) for name in columns}

@@ -26,5 +26,7 @@ class Sampler:
         likely = np.flatnonzero(p >= (1 - self.top_p) / len(p))
         order = likely[np.argsort(-p[likely], kind="stable")]
         mass = np.cumsum(p[order])
-        kept = order[: int(np.searchsorted(mass, self.top_p)) + 1]  # the first token that reaches top_p is the last kept
+        kept = order[
+            : int(np.searchsorted(mass, self.top_p)) + 1
+        ]  # the first token that reaches top_p is the last kept
         return int(kept[np.searchsorted(np.cumsum(p[kept]), self._random.random() * p[kept].sum(), side="right")])

@@ -367,7 +367,13 @@ class ProfileView(W.VBox):
 
     def _title(self, run: Run | None) -> str:
         s = run.settings if run else self.lab.settings
-        parts = [self.lab.name, f"{s['expert_cache_slots']} slots", s["policy"], f"{s['threads']} threads", s["storage"]]
+        parts = [
+            self.lab.name,
+            f"{s['expert_cache_slots']} slots",
+            s["policy"],
+            f"{s['threads']} threads",
+            s["storage"],
+        ]
         if s["storage"] == "modelled":
             parts += [f"{s['disk_bandwidth']} with {bytes_text(parse_size(s['disk_page_cache']))} of page cache"]
         return " · ".join([*parts, "cold start"])

@@ -69,7 +69,9 @@ def test_sampling_is_seeded_and_greedy_ignores_the_seed(lab):
         return lab.generate(PROMPT, max_tokens=16, stop_at_eos=False, **options).tokens
 
     assert tokens(temperature=1.0, seed=1) == tokens(temperature=1.0, seed=1) != tokens(temperature=1.0, seed=2)
-    assert tokens(temperature=0.0, seed=1) == tokens(temperature=0.0, seed=2) == tokens(temperature=1.0, top_p=0.0, seed=3)
+    assert (
+        tokens(temperature=0.0, seed=1) == tokens(temperature=0.0, seed=2) == tokens(temperature=1.0, top_p=0.0, seed=3)
+    )
 
 
 def test_end_of_text_stops_the_run(lab, monkeypatch):
@@ -123,7 +125,9 @@ def test_a_long_prompt_keeps_its_end_and_says_how_much_was_dropped(tiny):
     lab = cl.open(tiny, max_seq_len=32, expert_cache_slots=8)
     text = "one two three four five six seven eight nine ten " * 10
     total = len(lab.tokenizer.encode(text))
-    with pytest.warns(UserWarning, match=f"has {total} tokens, max_seq_len is 32: kept the last 24, dropped {total - 24}"):
+    with pytest.warns(
+        UserWarning, match=f"has {total} tokens, max_seq_len is 32: kept the last 24, dropped {total - 24}"
+    ):
         run = lab.generate(text, max_tokens=8, stop_at_eos=False)
     assert run.prompt_tokens == 24 and len(run.tokens) == 8
     short = "one two three four five six"

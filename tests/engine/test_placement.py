@@ -39,7 +39,13 @@ def test_cache_settings_leave_every_bit_alone(family_container, baseline, block_
         (1, 4, 16, 1000), ("lru", "weighted-lru"), (("paged", 1), ("paged", 2), ("naive", 1), ("naive", 2))
     ):
         lab = cl.open(
-            container, allow_fp32=True, expert_cache_slots=slots, policy=policy, scope=scope, kv_cache_type=kv, threads=threads
+            container,
+            allow_fp32=True,
+            expert_cache_slots=slots,
+            policy=policy,
+            scope=scope,
+            kv_cache_type=kv,
+            threads=threads,
         )
         np.testing.assert_array_equal(decoded(lab), baseline, err_msg=f"{slots} {policy} {scope} {kv} {threads}")
 

@@ -20,7 +20,9 @@ def test_residents_survive_growing_and_shrinking(tiny, scope, small, large, poli
     np.testing.assert_array_equal(lab.residency() > 0, before)
     warm = lab.generate(PROMPT, max_tokens=20, temperature=0.0)
     assert warm.tokens == tokens
-    cold = cl.open(tiny, expert_cache_slots=large, scope=scope, policy=policy).generate(PROMPT, max_tokens=20, temperature=0.0)
+    cold = cl.open(tiny, expert_cache_slots=large, scope=scope, policy=policy).generate(
+        PROMPT, max_tokens=20, temperature=0.0
+    )
     assert warm.cache.misses.sum() < cold.cache.misses.sum()
     grown = lab.residency() > 0
     lab.resize(small)

@@ -49,10 +49,27 @@ def test_gemm_refuses_what_does_not_fit():
         (dict(threads=0), "threads must be 1 to 256, got 0"),
         (dict(block_size=8), "block_size must be at least 16, got 8"),
     ):
-        given = {"x": f32(2, 8), "memory": memory, "place": place, "bias": None, "out": f32(2, 16), "threads": 1, "block_size": 64}
+        given = {
+            "x": f32(2, 8),
+            "memory": memory,
+            "place": place,
+            "bias": None,
+            "out": f32(2, 16),
+            "threads": 1,
+            "block_size": 64,
+        }
         given |= change
         with pytest.raises(ValueError, match=message):
-            matmul(given["x"], given["memory"], given["place"], 1.0, given["bias"], given["out"], given["threads"], given["block_size"])
+            matmul(
+                given["x"],
+                given["memory"],
+                given["place"],
+                1.0,
+                given["bias"],
+                given["out"],
+                given["threads"],
+                given["block_size"],
+            )
 
 
 @pytest.mark.parametrize("x", [np.zeros((2, 8)), np.zeros((8, 2), np.float32).T, np.zeros(8, np.float32)])
@@ -92,7 +109,14 @@ def test_router_refuses_nan_and_impossible_k():
 def test_ffn_refuses_experts_and_buffers_that_do_not_exist():
     ffn = kernels.load("ffn")
     with pytest.raises(ValueError, match="local has 2, only 2 experts are active"):
-        ffn.fill_buckets(np.array([[2]], np.int32), np.zeros(3, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(2, np.int32), 2)
+        ffn.fill_buckets(
+            np.array([[2]], np.int32),
+            np.zeros(3, np.int32),
+            np.zeros(1, np.int32),
+            np.zeros((1, 1), np.int32),
+            np.zeros(2, np.int32),
+            2,
+        )
     zero = np.zeros(1, np.int32)
     with pytest.raises(ValueError, match="buffer 0 of 0 does not exist"):
         ffn.experts(f32(1, 8), np.zeros((0, 64), np.uint8), zero, zero, np.zeros((1, 3, 7), np.int64), np.ones((1, 3), np.float32),

@@ -32,7 +32,12 @@ def test_domains_use_different_experts_more_in_deep_layers():
         shares = counts / counts.sum(1, keepdims=True)
         mean = shares.mean(0)
         used = shares > 0
-        sets[layer] = (shares * np.log2(np.divide(shares, mean, where=mean > 0, out=np.ones_like(shares)), where=used, out=np.zeros_like(shares))).sum() / 6
+        sets[layer] = (
+            shares
+            * np.log2(
+                np.divide(shares, mean, where=mean > 0, out=np.ones_like(shares)), where=used, out=np.zeros_like(shares)
+            )
+        ).sum() / 6
     assert sets[6] > 3 * sets[1]
 
 
