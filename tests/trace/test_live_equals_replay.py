@@ -95,9 +95,9 @@ def test_blocks_held_from_the_start_count_the_same(tiny, start, scope, slots):
 
 
 def test_held_blocks_and_their_policy_must_go_together(tiny):
-    for settings in (dict(cache_start="pinned"), dict(cache_blocks=[(1, 0)]), dict(policy="static-pin")):
+    for wrong in (dict(cache_start="pinned"), dict(cache_blocks=[(1, 0)]), dict(policy="static-pin")):
         with pytest.raises(cl.errors.SettingError, match="do not go together"):
-            cl.open(tiny, **settings)
+            cl.open(tiny, **wrong)
     with pytest.raises(cl.errors.SettingError, match=r"\(9, 0\) does not exist; MoE layers are 1 to 6"):
         cl.open(tiny, cache_start="pinned", cache_blocks=[(9, 0)])
     with pytest.raises(ValueError, match="cannot pin block 2 of layer 0: all slots of its pool hold pinned blocks"):
