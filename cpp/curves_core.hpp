@@ -1,8 +1,8 @@
 // Hits at every number of slots in one pass, for policies whose content at C slots is the top C of one stack.
 //
 // `rank` of an access is the smallest C at which it hits, so a histogram of ranks is the whole curve:
-// hits(C) = sum of histogram[1 .. C]; histogram[0] counts first uses. An event is free of misses from its largest rank on.
-// Mattson, Gecsei, Slutz, Traiger, "Evaluation Techniques for Storage Hierarchies", IBM Systems Journal 1970.
+// hits(C) = sum of histogram[1 .. C]; histogram[0] counts first uses. An event is free of misses from its largest rank
+// on. Mattson, Gecsei, Slutz, Traiger, "Evaluation Techniques for Storage Hierarchies", IBM Systems Journal 1970.
 #pragma once
 #include <functional>
 
@@ -16,8 +16,9 @@ struct Curve {
     std::vector<int64_t> events;        // the same, an event counted at its largest rank
 };
 
-// How many blocks were used more recently: one bit per use that is still its block's last, and a Fenwick tree over words of
-// bits. Positions are renumbered when they run out, which happens once in so many uses that it costs nothing per use.
+// How many blocks were used more recently: one bit per use that is still its block's last, and a Fenwick tree over
+// words of bits. Positions are renumbered when they run out, which happens once in so many uses that it costs nothing
+// per use.
 class Recency {
 public:
     explicit Recency(int ids) : place_(ids, -1) {
@@ -94,8 +95,9 @@ public:
 
     // The event's members (any order) with their new keys; a larger (key, id) stays longer.
     //
-    // At C slots the members join what was there, and the best C stay (members first when admission is forced). Walking down
-    // the old stack, `waiting` holds what did not stay at C slots but may at more; each place takes the best of those.
+    // At C slots the members join what was there, and the best C stay (members first when admission is forced).
+    // Walking down the old stack, `waiting` holds what did not stay at C slots but may at more; each place takes the
+    // best of those.
     void update(const int32_t* ids, int n, const uint64_t* keys) {
         if (n == 1) return update_one({keys[0], ids[0]});
         int unseen = 0;
@@ -174,8 +176,8 @@ private:
 
 // Walk the stream, ranking each event's accesses before `serve(pool, first, n)` lets the pool see them.
 template <class Pool, class Serve>
-Curve walk(const Stream& s, std::vector<Pool>& pools, int64_t first_counted, bool weigh, const std::function<void()>& poll,
-           Serve&& serve) {
+Curve walk(const Stream& s, std::vector<Pool>& pools, int64_t first_counted, bool weigh,
+           const std::function<void()>& poll, Serve&& serve) {
     int most = s.pool_ids();
     Curve c{most, std::vector<int64_t>(size_t(s.layers) * 2 * (most + 1), 0), {}};
     c.events = c.accesses;
@@ -218,7 +220,8 @@ inline Curve lru_curve(const Stream& s, int64_t first_counted, bool weigh, const
     });
 }
 
-inline Curve belady_curve(const Stream& s, bool forced, int64_t first_counted, bool weigh, const std::function<void()>& poll) {
+inline Curve belady_curve(const Stream& s, bool forced, int64_t first_counted, bool weigh,
+                          const std::function<void()>& poll) {
     std::vector<PriorityStack> pools(s.future.size(), PriorityStack(s.pool_ids(), forced));
     std::vector<uint64_t> keys;
     return walk(s, pools, first_counted, weigh, poll, [&](PriorityStack& pool, int64_t first, int n) {
@@ -228,7 +231,8 @@ inline Curve belady_curve(const Stream& s, bool forced, int64_t first_counted, b
     });
 }
 
-inline Curve lfu_curve(const Stream& s, bool forced, int64_t first_counted, bool weigh, const std::function<void()>& poll) {
+inline Curve lfu_curve(const Stream& s, bool forced, int64_t first_counted, bool weigh,
+                       const std::function<void()>& poll) {
     struct Counted : PriorityStack {
         using PriorityStack::PriorityStack;
         std::vector<uint64_t> uses;

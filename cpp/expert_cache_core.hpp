@@ -1,5 +1,5 @@
-// The expert cache: pools of slots (pool_core.hpp), the order in which an event's members count, and counters per layer and
-// phase. Which file a block comes from, where its bytes lie and what it computes is for others.
+// The expert cache: pools of slots (pool_core.hpp), the order in which an event's members count, and counters per
+// layer and phase. Which file a block comes from, where its bytes lie and what it computes is for others.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -74,7 +74,8 @@ template <class Log> struct Counting {
 // Members of an event in the order the contract wants: ascending ids for atomic, else by `order`.
 class Arrange {
 public:
-    Arrange(Lookup lookup, Order order, uint64_t seed) : lookup_(lookup), order_(order), random_(seed ^ 0x6f72646572ull) {}
+    Arrange(Lookup lookup, Order order, uint64_t seed)
+        : lookup_(lookup), order_(order), random_(seed ^ 0x6f72646572ull) {}
     // Fill `index` with a permutation of 0..n-1.
     template <class Id> void operator()(const Id* ids, int n, std::vector<int>& index) {
         index.resize(n);

@@ -1,5 +1,5 @@
-// The live cache: CacheCore plus the place of every resident block. A step's answer says where each block will be, which
-// loads go to which slot, and which of them must wait because a member of the same step still reads that slot.
+// The live cache: CacheCore plus the place of every resident block. A step's answer says where each block will be,
+// which loads go to which slot, and which of them must wait because a member of the same step still reads that slot.
 #pragma once
 #include <functional>
 
@@ -32,13 +32,17 @@ struct CacheEvent {
 class ExpertCache {
 public:
     // `make` builds a pool's policy. `future`, when known, are the events to come, which Belady's rule needs.
-    ExpertCache(const CacheSettings& s, const std::function<AnyPolicy(const PolicySetup&)>& make, int event_capacity = 0,
-                std::unique_ptr<Stream> future = nullptr)
-        : future_(std::move(future)), core_(s, [&](PolicySetup& setup, int pool) {
-              if (future_) setup.future = &future_->future[pool];
-              return make(setup);
-          }),
-          arrange_(s.lookup, s.order, s.seed), seen_(s.layers * s.blocks, -1), slot_(s.layers * s.blocks, -1),
+    ExpertCache(const CacheSettings& s, const std::function<AnyPolicy(const PolicySetup&)>& make,
+                int event_capacity = 0, std::unique_ptr<Stream> future = nullptr)
+        : future_(std::move(future)),
+          core_(s,
+                [&](PolicySetup& setup, int pool) {
+                    if (future_) setup.future = &future_->future[pool];
+                    return make(setup);
+                }),
+          arrange_(s.lookup, s.order, s.seed),
+          seen_(s.layers * s.blocks, -1),
+          slot_(s.layers * s.blocks, -1),
           event_capacity_(event_capacity) {
         core_.look_ahead(true);
         lay_out();
@@ -52,7 +56,8 @@ public:
     // layer * blocks + block in this slot, or -1.
     int occupant(int slot) const { return occupant_[slot]; }
 
-    // One layer's step. `weights` is null or one router weight per entry of `blocks`; of repeated blocks the largest counts.
+    // One layer's step. `weights` is null or one router weight per entry of `blocks`; of repeated blocks the largest
+    // counts.
     const StepResult& step(int layer, const uint16_t* blocks, int n, int phase, const float* weights) {
         clear_result();
         int first = layer * settings().blocks;
@@ -108,8 +113,8 @@ public:
         int key = occupant_[slot];
         if (key >= 0) core_.pool(layer_of(key)).loaded(pool_id(key));
     }
-    // Make these blocks resident, for good or (preload) until the policy evicts them; the result's loads say which must be
-    // read. Preloading takes free room only: a block that finds none is left out of the loads.
+    // Make these blocks resident, for good or (preload) until the policy evicts them; the result's loads say which
+    // must be read. Preloading takes free room only: a block that finds none is left out of the loads.
     StepResult hold(const std::vector<std::pair<int, int>>& blocks, bool for_good) {
         StepResult all;
         for (auto [layer, block] : blocks) {
@@ -186,7 +191,9 @@ private:
         void hit(int i) { cache.r_.hit[cache.order_[i]] = 1; }
         void prefetched(int i, bool timely) { cache.r_.hit[cache.order_[i]] = timely ? 2 : 3; }
         void miss(int i) { cache.loading_.push_back(cache.order_[i]); }
-        void evict(int id) { cache.evicted_.push_back(cache.settings().global ? id : pool * cache.settings().blocks + id); }
+        void evict(int id) {
+            cache.evicted_.push_back(cache.settings().global ? id : pool * cache.settings().blocks + id);
+        }
         void drop(int) {}
         void wasted(int) {}
     };
@@ -251,8 +258,8 @@ private:
         r_.victims.push_back({layer_of(key), key % settings().blocks, slot});
         slot_[key] = occupant_[slot] = -1;
     }
-    // Turn the pool's decisions into slots: first what left, then where the kept loads go. Slots that no hit of this step
-    // reads are filled first.
+    // Turn the pool's decisions into slots: first what left, then where the kept loads go. Slots that no hit of this
+    // step reads are filled first.
     void place(int layer) {
         int first = layer * settings().blocks;
         for (int key : evicted_) leave(key);

@@ -12,8 +12,8 @@ namespace colibri {
 
 inline int between(const char* name, int64_t value, int64_t low, int64_t high) {
     if (value < low || value > high)
-        throw std::invalid_argument(std::string(name) + " must be " + std::to_string(low) + " to " + std::to_string(high) +
-                                    ", got " + std::to_string(value));
+        throw std::invalid_argument(std::string(name) + " must be " + std::to_string(low) + " to " +
+                                    std::to_string(high) + ", got " + std::to_string(value));
     return int(value);
 }
 
@@ -60,7 +60,8 @@ template <class T> View<T> view(const char* name, const nanobind::ndarray<nanobi
     int64_t step = 1;
     for (size_t d = array.ndim(); d-- > 0; step *= int64_t(array.shape(d)))
         if (array.shape(d) > 1 && array.stride(d) != step)
-            throw std::invalid_argument(std::string(name) + " must be C-contiguous; pass numpy.ascontiguousarray of it");
+            throw std::invalid_argument(std::string(name) +
+                                        " must be C-contiguous; pass numpy.ascontiguousarray of it");
     return {static_cast<const T*>(array.data()), array.size()};
 }
 

@@ -1,6 +1,7 @@
-// One pool of slots and the policy that rules it: what is resident, what a step hits, loads and evicts. It knows blocks by
-// dense ids, and nothing of files, weights, slots' places or Python. A layer-scoped cache has a pool per layer, a global one
-// a single pool. The live engine and replay call the same members, so their counts agree by construction.
+// One pool of slots and the policy that rules it: what is resident, what a step hits, loads and evicts. It knows
+// blocks by dense ids, and nothing of files, weights, slots' places or Python. A layer-scoped cache has a pool per
+// layer, a global one a single pool. The live engine and replay call the same members, so their counts agree by
+// construction.
 //
 // Contracts (how the members of one event meet the cache):
 //   atomic             hits are the members resident when the event starts; room is made among the others; then every
@@ -8,9 +9,10 @@
 //   serial             one access after the other; an access may evict a member of its own event
 //   serial-hits-first  serial, but the members resident at the start go first
 // Admission:
-//   forced  every missed block stays; others leave before members of the event, members leave only when the event alone is
-//           larger than the pool (then the best ones by policy rank stay)
-//   bypass  after the update the best blocks by policy rank stay, members or not; a missed block may be dropped after use
+//   forced  every missed block stays; others leave before members of the event, members leave only when the event
+//           alone is larger than the pool (then the best ones by policy rank stay)
+//   bypass  after the update the best blocks by policy rank stay, members or not; a missed block may be dropped after
+//           use
 //   never   missed blocks are dropped after use: only pins are resident (static sets)
 #pragma once
 #include <algorithm>
@@ -37,7 +39,8 @@ struct Event {
 };
 
 struct RunCount {
-    int64_t events = 0, full_events = 0, hits = 0, misses = 0, evictions = 0, drops = 0, logical_hits = 0, logical_misses = 0;
+    int64_t events = 0, full_events = 0, hits = 0, misses = 0, evictions = 0, drops = 0, logical_hits = 0,
+            logical_misses = 0;
     void operator+=(const RunCount& c) {
         events += c.events, full_events += c.full_events, hits += c.hits, misses += c.misses, evictions += c.evictions;
         drops += c.drops, logical_hits += c.logical_hits, logical_misses += c.logical_misses;
@@ -68,7 +71,8 @@ struct Run {
 
 template <class P> class Pool {
 public:
-    // `capacity` in blocks, or in bytes when `cost` gives the bytes of each block; `slots` is then how many fit on average.
+    // `capacity` in blocks, or in bytes when `cost` gives the bytes of each block; `slots` is then how many fit on
+    // average.
     Pool(P policy, int ids, int64_t capacity, int slots, Admission admission, std::vector<int64_t> cost = {})
         : policy_(std::move(policy)), state_(ids, absent), uses_(ids, 0), members_(ids), fresh_(ids), nobody_(ids),
           cost_(std::move(cost)), capacity_(capacity), slots_(slots), admission_(admission),
@@ -89,8 +93,8 @@ public:
         else serial(e, lookup, log);
     }
 
-    // Serve events one after the other as `step` would under the atomic contract, until one is larger than the pool; that one
-    // is for `step`. Returns how many were served; counts go to r.total. Needs `plain()`.
+    // Serve events one after the other as `step` would under the atomic contract, until one is larger than the pool;
+    // that one is for `step`. Returns how many were served; counts go to r.total. Needs `plain()`.
     size_t run(const Run& r) {
         size_t k = 0;
         while (k < r.count) {
@@ -105,9 +109,9 @@ public:
     }
     bool plain() const { return plain_ && capacity_ > pins_; }
 
-    // Room for a block that a predictor wants, without displacing a warmer one: a free slot, an expired prefetch, or the
-    // policy's victim if that was used no more often so far. Members of the last event may still be in use and stay. False:
-    // already resident, or no such room. Needs `look_ahead`.
+    // Room for a block that a predictor wants, without displacing a warmer one: a free slot, an expired prefetch, or
+    // the policy's victim if that was used no more often so far. Members of the last event may still be in use and
+    // stay. False: already resident, or no such room. Needs `look_ahead`.
     template <class Log> bool prefetch(int id, Log& log) {
         if (resident(id) || admission_ == Admission::never) return false;
         int others = demand_;
@@ -180,8 +184,8 @@ private:
         return {e.ids[i], now_, e.pass, e.access + offset, e.gates ? e.gates[i] : 1.0f, e.nexts ? e.nexts[i] : never};
     }
 
-    // The two loops that replay spends its time in: `step` for what is plain. With the policy and the counts in local variables the compiler can keep
-    // their pointers in registers, which doubles the speed.
+    // The two loops that replay spends its time in: `step` for what is plain. With the policy and the counts in local
+    // variables the compiler can keep their pointers in registers, which doubles the speed.
     void run_singles(const Run& r, int64_t e, size_t n) {
         P policy = std::move(policy_);
         State* state = state_.data();
@@ -215,7 +219,8 @@ private:
         policy_ = std::move(policy);
         used_ = used, now_ = a.now, demand_ = int(used - pins_);
         int64_t m = int64_t(n);
-        r.total[r.row[e]] += {m, hits, hits, m - hits, evictions, 0, hits + weight, r.asked(first, first + m) - hits - weight};
+        r.total[r.row[e]] +=
+            {m, hits, hits, m - hits, evictions, 0, hits + weight, r.asked(first, first + m) - hits - weight};
     }
     size_t run_sets(const Run& r, size_t k) {
         P policy = std::move(policy_);
@@ -258,7 +263,8 @@ private:
             }
             used += misses - leaving;
             int64_t hits = n - misses;
-            r.total[r.row[e]] += {1, misses == 0, hits, misses, leaving, 0, hits + weight, r.asked(first, last) - hits - weight};
+            r.total[r.row[e]] +=
+                {1, misses == 0, hits, misses, leaving, 0, hits + weight, r.asked(first, last) - hits - weight};
         }
         policy_ = std::move(policy);
         used_ = used, now_ = now, demand_ = int(used - pins_);
@@ -354,8 +360,8 @@ private:
     }
     bool in_policy(int id) const { return state_[id] == demand || state_[id] == pin_; }
 
-    // Evict one block not in `pins`: a prefetch whose time has passed, else the policy's choice, else the oldest prefetch.
-    // `others` is how many evictable blocks there are; false when there is none.
+    // Evict one block not in `pins`: a prefetch whose time has passed, else the policy's choice, else the oldest
+    // prefetch. `others` is how many evictable blocks there are; false when there is none.
     template <class Log> bool evict_one(const Pins& pins, int others, Log& log) {
         if (others <= 0) return false;
         if (staged_.empty()) {

@@ -1,5 +1,5 @@
-// Predictors for replay. After each event they name blocks that the layer `lead` ahead will want, within a budget; a modelled
-// channel says when those have arrived. All but the oracle learn only from events that are already over.
+// Predictors for replay. After each event they name blocks that the layer `lead` ahead will want, within a budget; a
+// modelled channel says when those have arrived. All but the oracle learn only from events that are already over.
 //
 //   same      the experts of the target layer's last event
 //   markov    the experts y with the largest sum, over this event's experts x, of how often y followed x
@@ -57,7 +57,9 @@ public:
             int id = core.base(target) + block;
             if (!core.prefetch(target, id, log)) continue;
             free_ += step;
-            auto same = [&](const Flight& f) { return f.layer == target && f.id == id; };  // evicted under way, wanted again
+            auto same = [&](const Flight& f) {
+                return f.layer == target && f.id == id;
+            };  // evicted under way, wanted again
             queue_.erase(std::remove_if(queue_.begin(), queue_.end(), same), queue_.end());
             queue_.push_back({target, id, free_});
         }
@@ -114,7 +116,9 @@ private:
             }
         for (int y = 0; y < s_.blocks; ++y)
             if (score_of_[y] > 0) guess.push_back(y);
-        auto better = [&](int a, int b) { return score_of_[a] > score_of_[b] || (score_of_[a] == score_of_[b] && a < b); };
+        auto better = [&](int a, int b) {
+            return score_of_[a] > score_of_[b] || (score_of_[a] == score_of_[b] && a < b);
+        };
         size_t keep = std::min(guess.size(), size_t(p_.budget));
         std::partial_sort(guess.begin(), guess.begin() + keep, guess.end(), better);
         guess.resize(keep);

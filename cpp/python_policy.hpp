@@ -2,7 +2,7 @@
 //
 // The cache is given a callable, `make(slots)`, and asks it for one object per pool. Of the object's methods
 //   victim(candidates) -> (layer, block)   is needed; candidates are the (layer, block) pairs that may leave, ascending
-//   insert(layer, block, now, weight), hit(layer, block, now, weight), evict(layer, block), clear()   are called if there
+//   insert(layer, block, now, weight), hit(layer, block, now, weight), evict(layer, block), clear()   are optional
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -14,11 +14,13 @@ namespace colibri {
 
 class PythonPolicy {
 public:
-    PythonPolicy(const nanobind::object& make, const PolicySetup& setup) : blocks_(setup.blocks), layer_(setup.first_layer) {
+    PythonPolicy(const nanobind::object& make, const PolicySetup& setup)
+        : blocks_(setup.blocks), layer_(setup.first_layer) {
         nanobind::gil_scoped_acquire gil;
         policy_ = make(setup.slots);
         if (!nanobind::hasattr(policy_, "victim"))
-            throw std::invalid_argument("a policy in Python must have a method victim(candidates); the object made by it has none");
+            throw std::invalid_argument(
+                "a policy in Python must have a method victim(candidates); the object made by it has none");
         for (const char* name : {"hit", "insert", "evict", "clear"})
             if (nanobind::hasattr(policy_, name)) has_.insert(name);
     }

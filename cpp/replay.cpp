@@ -41,7 +41,8 @@ static nb::dict counts(const Stream& s, const ReplayResult& r) {
     return all;
 }
 
-static std::vector<std::pair<int, int>> checked(const char* name, const Stream& s, std::vector<std::pair<int, int>> blocks) {
+static std::vector<std::pair<int, int>> checked(const char* name, const Stream& s,
+                                                std::vector<std::pair<int, int>> blocks) {
     for (auto [layer, block] : blocks) {
         between((std::string(name) + " layer").c_str(), layer, 0, s.layers - 1);
         between((std::string(name) + " block").c_str(), block, 0, s.blocks - 1);
@@ -51,9 +52,10 @@ static std::vector<std::pair<int, int>> checked(const char* name, const Stream& 
 
 static nb::dict run(const Stream& s, nb::object policy, int slots, int64_t capacity_bytes,
                     const std::vector<int64_t>& block_bytes, const std::string& lookup, const std::string& admission,
-                    uint64_t seed, const std::map<std::string, double>& params, const std::vector<std::pair<int, int>>& pins,
-                    const std::vector<std::pair<int, int>>& preload, const std::string& prefetch, int budget, int lead,
-                    double bandwidth, int64_t first_counted, Stop* stop) {
+                    uint64_t seed, const std::map<std::string, double>& params,
+                    const std::vector<std::pair<int, int>>& pins, const std::vector<std::pair<int, int>>& preload,
+                    const std::string& prefetch, int budget, int lead, double bandwidth, int64_t first_counted,
+                    Stop* stop) {
     ReplaySettings r;
     CacheSettings& c = r.cache;
     c.layers = s.layers;
@@ -109,30 +111,34 @@ NB_MODULE(replay, m) {
         .def("set", [](Stop& s) { s.asked = true; });
 
     nb::class_<Stream>(m, "Stream", "A trace made ready for replay under one scope, lookup and order.")
-        .def_static("make", make_stream, nb::arg("layers"), nb::arg("blocks_per_layer"), nb::arg("offsets"),
-                    nb::arg("experts"), nb::arg("layer"), nb::arg("phase"), nb::arg("sequence"),
-                    nb::arg("weights") = nb::none(), nb::kw_only(), nb::arg("scope") = "layer", nb::arg("lookup") = "atomic",
-                    nb::arg("order") = "rank", nb::arg("seed") = 0, nb::arg("reset") = false,
-                    "offsets int64 (events + 1,), experts uint16 (offsets[-1],) with repeats, layer int32, phase uint8 and "
-                    "sequence int32 (events,), weights float32 like experts. reset: cold again where the sequence changes.")
+        .def_static(
+            "make", make_stream, nb::arg("layers"), nb::arg("blocks_per_layer"), nb::arg("offsets"), nb::arg("experts"),
+            nb::arg("layer"), nb::arg("phase"), nb::arg("sequence"), nb::arg("weights") = nb::none(), nb::kw_only(),
+            nb::arg("scope") = "layer", nb::arg("lookup") = "atomic", nb::arg("order") = "rank", nb::arg("seed") = 0,
+            nb::arg("reset") = false,
+            "offsets int64 (events + 1,), experts uint16 (offsets[-1],) with repeats, layer int32, phase uint8 and "
+            "sequence int32 (events,), weights float32 like experts. reset: cold again where the sequence changes.")
         .def_prop_ro("pools", [](const Stream& s) { return int(s.future.size()); })
         .def_prop_ro("events", &Stream::events)
-        .def_prop_ro("accesses", [](const Stream& s) { return int64_t(s.ids.size()); }, "Distinct members of all events.");
+        .def_prop_ro(
+            "accesses", [](const Stream& s) { return int64_t(s.ids.size()); }, "Distinct members of all events.");
 
-    m.def("replay", run, nb::arg("stream"), nb::arg("policy"), nb::arg("slots"), nb::kw_only(), nb::arg("capacity_bytes") = 0,
-          nb::arg("block_bytes") = std::vector<int64_t>{}, nb::arg("lookup") = "atomic", nb::arg("admission") = "forced",
-          nb::arg("seed") = 0, nb::arg("params") = std::map<std::string, double>{},
+    m.def("replay", run, nb::arg("stream"), nb::arg("policy"), nb::arg("slots"), nb::kw_only(),
+          nb::arg("capacity_bytes") = 0, nb::arg("block_bytes") = std::vector<int64_t>{}, nb::arg("lookup") = "atomic",
+          nb::arg("admission") = "forced", nb::arg("seed") = 0, nb::arg("params") = std::map<std::string, double>{},
           nb::arg("pins") = std::vector<std::pair<int, int>>{}, nb::arg("preload") = std::vector<std::pair<int, int>>{},
           nb::arg("prefetch") = "none", nb::arg("budget") = 0, nb::arg("lead") = 1, nb::arg("bandwidth") = 0.0,
           nb::arg("first_counted") = 0, nb::arg("stop").none() = nb::none(),
           "Counts of one policy at one size: int64 arrays (layers, 2 phases) by name, and totals.");
 
-    m.def("lru_curve",
-          [](const Stream& s, int64_t first_counted, bool logical, Stop* stop) {
-              return histograms(s, [&] { return lru_curve(s, first_counted, logical, poll_with(stop)); });
-          },
-          nb::arg("stream"), nb::arg("first_counted") = 0, nb::arg("logical") = false, nb::arg("stop").none() = nb::none(),
-          "(accesses, events): int64 (layers, 2 phases, blocks of a pool + 1) by the slots from which each hits; 0 = never.");
+    m.def(
+        "lru_curve",
+        [](const Stream& s, int64_t first_counted, bool logical, Stop* stop) {
+            return histograms(s, [&] { return lru_curve(s, first_counted, logical, poll_with(stop)); });
+        },
+        nb::arg("stream"), nb::arg("first_counted") = 0, nb::arg("logical") = false,
+        nb::arg("stop").none() = nb::none(),
+        "(accesses, events): int64 (layers, 2 phases, blocks of a pool + 1) by the slots from which each hits, 0: never.");
     m.def("lfu_curve",
           [](const Stream& s, bool forced, int64_t first_counted, bool logical, Stop* stop) {
               return histograms(s, [&] { return lfu_curve(s, forced, first_counted, logical, poll_with(stop)); });

@@ -1,4 +1,5 @@
-// Replay: drive a CacheCore with a Stream, as the live engine would have, and keep the counts. No slots' places, no bytes.
+// Replay: drive a CacheCore with a Stream, as the live engine would have, and keep the counts. No slots' places, no
+// bytes.
 #pragma once
 #include <atomic>
 #include <functional>
@@ -16,7 +17,8 @@ struct ReplaySettings {
 
 struct ReplayResult {
     std::vector<Tally> tally;        // [layer * 2 + phase]
-    std::vector<int64_t> logical_hits, logical_misses;  // [layer * 2 + phase], a member counted as often as it was asked for
+    std::vector<int64_t> logical_hits,
+        logical_misses;              // [layer * 2 + phase], a member counted as often as it was asked for
     int64_t preloaded = 0;           // blocks loaded before the first event
     PrefetchScore prefetch;
 };
@@ -40,7 +42,8 @@ struct Weigh {
 
 // Make pins and preloads resident, in all pools or in one.
 template <class Core>
-void warm(const Stream& s, const ReplaySettings& r, Core& core, ReplayResult& result, int32_t epoch = 0, int only = -1) {
+void warm(const Stream& s, const ReplaySettings& r, Core& core, ReplayResult& result, int32_t epoch = 0,
+          int only = -1) {
     Weigh log;
     auto skip = [&](int layer) { return only >= 0 && &core.pool(layer) != &core.pool(only); };
     for (auto [layer, block] : r.pins) {
@@ -48,8 +51,8 @@ void warm(const Stream& s, const ReplaySettings& r, Core& core, ReplayResult& re
         int id = core.base(layer) + block;
         result.preloaded += !core.pool(layer).resident(id);
         if (!core.pool(layer).pin(id, log))
-            throw std::invalid_argument("cannot pin block " + std::to_string(block) + " of layer " + std::to_string(layer) +
-                                        ": all slots of its pool hold pinned blocks");
+            throw std::invalid_argument("cannot pin block " + std::to_string(block) + " of layer " +
+                                        std::to_string(layer) + ": all slots of its pool hold pinned blocks");
     }
     for (auto [layer, block] : r.preload) {
         if (skip(layer)) continue;
@@ -102,7 +105,8 @@ ReplayResult drive(const Stream& s, const ReplaySettings& r, Core& core, const s
 
 // The same counts for policies in C++ and without predictors: pool after pool, each through all of its events.
 template <class P>
-ReplayResult drive_pools(const Stream& s, const ReplaySettings& r, CacheCore<P>& core, const std::function<void()>& poll) {
+ReplayResult drive_pools(const Stream& s, const ReplaySettings& r, CacheCore<P>& core,
+                         const std::function<void()>& poll) {
     ReplayResult result;
     warm(s, r, core, result);
     const float* gates = s.gates.empty() ? nullptr : s.gates.data();
@@ -132,15 +136,21 @@ ReplayResult drive_pools(const Stream& s, const ReplaySettings& r, CacheCore<P>&
                 if (k == end) break;
                 int64_t e = events[k++], first = s.offsets[e];
                 int base = core.base(s.layer[e]);
-                Event event{&s.ids[first], int(s.offsets[e + 1] - first), gates ? gates + first : nullptr, &s.nexts[first],
-                            s.pass[e], first - s.first_access[epoch], base, base + s.blocks};
+                Event event{&s.ids[first],
+                            int(s.offsets[e + 1] - first),
+                            gates ? gates + first : nullptr,
+                            &s.nexts[first],
+                            s.pass[e],
+                            first - s.first_access[epoch],
+                            base,
+                            base + s.blocks};
                 Tally tally;
                 Weigh weigh;
                 weigh.repeats = repeats ? repeats + first : nullptr;
                 Counting<Weigh> log{tally, weigh};
                 pool.step(event, r.cache.lookup, log);
-                total[s.row[e]] += {1, tally.misses == 0, tally.hits, tally.misses, tally.evictions, tally.drops, weigh.hits,
-                                    weigh.misses};
+                total[s.row[e]] += {1,           tally.misses == 0, tally.hits,  tally.misses, tally.evictions,
+                                    tally.drops, weigh.hits,        weigh.misses};
             }
         }
     }

@@ -36,16 +36,19 @@ inline Stream* make_stream(int layers, int blocks, const Input& offsets, const I
         t.weights = w.data;
     }
     if (off[0] != 0 || off[lay.size] != int64_t(ids.size) || ids.size >= size_t(never))
-        throw std::invalid_argument("offsets must run from 0 to " + std::to_string(ids.size) + " (experts, below 2^31), got " +
-                                    std::to_string(off[0]) + " to " + std::to_string(off[lay.size]));
+        throw std::invalid_argument("offsets must run from 0 to " + std::to_string(ids.size) +
+                                    " (experts, below 2^31), got " + std::to_string(off[0]) + " to " +
+                                    std::to_string(off[lay.size]));
     for (size_t e = 0; e < lay.size; ++e) {
-        if (off[e + 1] < off[e]) throw std::invalid_argument("offsets must not fall, but do at event " + std::to_string(e));
+        if (off[e + 1] < off[e])
+            throw std::invalid_argument("offsets must not fall, but do at event " + std::to_string(e));
         between("layer", lay[e], 0, layers - 1);
         between("phase", pha[e], 0, 1);
     }
     for (uint16_t id : ids)
         if (id >= blocks)
-            throw std::invalid_argument("expert ids must be below " + std::to_string(blocks) + ", got " + std::to_string(id));
+            throw std::invalid_argument("expert ids must be below " + std::to_string(blocks) + ", got " +
+                                        std::to_string(id));
     bool global = choice("scope", scope, {"layer", "global"}) == 1;
     auto contract = Lookup(choice("lookup", lookup, {"atomic", "serial", "serial-hits-first"}));
     auto sorted = Order(choice("order", order, {"rank", "id", "random"}));
@@ -60,8 +63,8 @@ inline void set_size(CacheSettings& s, int slots, int64_t capacity_bytes, const 
         return;
     }
     if (block_bytes.size() != size_t(s.layers))
-        throw std::invalid_argument("block_bytes must have one value per layer, " + std::to_string(s.layers) + ", got " +
-                                    std::to_string(block_bytes.size()));
+        throw std::invalid_argument("block_bytes must have one value per layer, " + std::to_string(s.layers) +
+                                    ", got " + std::to_string(block_bytes.size()));
     s.capacity_bytes = capacity_bytes;
     s.block_bytes = block_bytes;
     int64_t largest = 0;
@@ -71,8 +74,8 @@ inline void set_size(CacheSettings& s, int slots, int64_t capacity_bytes, const 
     }
     int64_t least = s.global ? largest : largest * s.layers;
     if (capacity_bytes < least)
-        throw std::invalid_argument("capacity_bytes must hold a block" + std::string(s.global ? "" : " per layer") + ", " +
-                                    std::to_string(least) + " bytes, got " + std::to_string(capacity_bytes));
+        throw std::invalid_argument("capacity_bytes must hold a block" + std::string(s.global ? "" : " per layer") +
+                                    ", " + std::to_string(least) + " bytes, got " + std::to_string(capacity_bytes));
 }
 
 // int64 (layers, 2 phases) by name.

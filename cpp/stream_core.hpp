@@ -1,5 +1,6 @@
-// A routing trace made ready for replay: per event its distinct members in the order the contract serves them, as pool ids,
-// with weights, repeats and the position of each member's next request. One stream serves every policy and slot count.
+// A routing trace made ready for replay: per event its distinct members in the order the contract serves them, as pool
+// ids, with weights, repeats and the position of each member's next request. One stream serves every policy and slot
+// count.
 #pragma once
 #include "expert_cache_core.hpp"
 
@@ -20,7 +21,8 @@ struct Stream {
     bool global, atomic, reset;       // reset: the cache is cold again where the sequence changes
     std::vector<int64_t> offsets;     // (events + 1,)
     std::vector<int32_t> ids;         // members as pool ids, in served order
-    std::vector<int32_t> asked;       // the same members as blocks, first asked for first: what predictors cut off at a budget
+    std::vector<int32_t>
+        asked;  // the same members as blocks, first asked for first: what predictors cut off at a budget
     std::vector<float> gates;         // largest weight any repeat had; empty without weights
     std::vector<int32_t> repeats;     // times each member was asked for in its event; empty when always 1
     std::vector<int32_t> nexts;       // position in the pool's future of the member's next request, or `never`
@@ -32,10 +34,12 @@ struct Stream {
     std::vector<int32_t> pass;        // (events,) forward passes since the last reset, as CacheCore counts them
     std::vector<int64_t> first_access;  // (epochs,) index of the epoch's first member
     std::vector<std::vector<int32_t>> events_of;  // events of each pool
-    std::vector<int32_t> alone;       // (events,) one-member events from this one on, in one pool, row and epoch; 0: more members
+    std::vector<int32_t>
+        alone;  // (events,) one-member events from this one on, in one pool, row and epoch; 0: more members
     std::vector<std::vector<int32_t>> future;  // by pool: id at each position
 
-    Stream(const TraceView& t, int layers, int blocks, bool global, Lookup lookup, Order order, uint64_t seed, bool reset)
+    Stream(const TraceView& t, int layers, int blocks, bool global, Lookup lookup, Order order, uint64_t seed,
+           bool reset)
         : layers(layers), blocks(blocks), global(global), atomic(lookup == Lookup::atomic), reset(reset) {
         fill(t, Arrange(lookup, order, seed));
         index();
@@ -124,8 +128,9 @@ private:
             alone[e] = joined ? alone[e + 1] + 1 : 1;
         }
     }
-    // Positions run through a pool's future in served order. Members of an atomic event are needed at the same time; there
-    // the lowest id gets the last position, so that "largest position leaves first" keeps the rule that it leaves first.
+    // Positions run through a pool's future in served order. Members of an atomic event are needed at the same time;
+    // there the lowest id gets the last position, so that "largest position leaves first" keeps the rule that it
+    // leaves first.
     void look_ahead() {
         int pools = global ? 1 : layers;
         future.resize(pools);

@@ -63,7 +63,8 @@ private:
     enum { t1, t2, b1, b2 };
     void trim() {
         while (lists_.size(b1) > 0 && lists_.size(t1) + lists_.size(b1) > slots_) lists_.remove(lists_.back(b1));
-        while (lists_.size(b2) > 0 && lists_.size(t1) + lists_.size(b1) + lists_.size(t2) + lists_.size(b2) > 2 * slots_)
+        while (lists_.size(b2) > 0 &&
+               lists_.size(t1) + lists_.size(b1) + lists_.size(t2) + lists_.size(b2) > 2 * slots_)
             lists_.remove(lists_.back(b2));
     }
     Lists lists_;

@@ -1,8 +1,8 @@
 // belady: the block whose next use is furthest away leaves; needs the future, so it is a bound and not a policy.
 //   hit(x), insert(x): next[x] = position of the next request for x
 //   victim:            a block never used again, lowest id first; else max of next
-// belady-bypass is the same rule under bypass admission: after an event the blocks with the nearest next uses stay. It is the
-// only bound that holds for every policy (equal block sizes, atomic contract).
+// belady-bypass is the same rule under bypass admission: after an event the blocks with the nearest next uses stay. It
+// is the only bound that holds for every policy (equal block sizes, atomic contract).
 // Resident blocks are bits at the position of their next use, in words of words (64-ary tree), so a choice costs a few
 // instructions. L. A. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", 1966.
 #pragma once
@@ -14,7 +14,11 @@ namespace colibri {
 class Belady {
 public:
     explicit Belady(const PolicySetup& setup)
-        : future_(known(setup)), ids_(setup.ids), waiting_(int64_t(setup.future->size())), dead_(setup.ids), next_(setup.ids) {}
+        : future_(known(setup)),
+          ids_(setup.ids),
+          waiting_(int64_t(setup.future->size())),
+          dead_(setup.ids),
+          next_(setup.ids) {}
     void clear() { waiting_.clear(), dead_.clear(); }
     void resize(int) {}
     void miss(const Access&) {}

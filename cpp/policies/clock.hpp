@@ -1,8 +1,8 @@
 // clock: fifo with a second chance; an n-bit counter per block, 1 bit by default.
 //   hit(x):    counter[x] += 1, at most 2^bits - 1
 //   insert(x): counter[x] = 0; put x at the front
-//   victim:    from the back: a member of the event moves to the front, a block with counter > 0 loses 1 and moves to the
-//              front, else it leaves
+//   victim:    from the back: a member of the event moves to the front, a block with counter > 0 loses 1 and moves to
+//              the front, else it leaves
 // The front is the place just behind the clock's hand, so moving there is what the hand's passing by means.
 // F. J. Corbato, "A Paging Experiment with the Multics System", 1968.
 #pragma once

@@ -2,8 +2,8 @@
 //   hit(x), insert(x): heat[x] += 1; last[x] = accesses of all layers so far
 //   evict(x):          heat[x] is kept
 //   victim:            min of heat * 256 + max(0, 255 - accesses since last); ties by id
-// Age counts accesses of all layers, so it saturates within a few tokens. Each use also queues its own saturation; before a
-// choice those that are due drop to recency 0, which keeps the heap's keys those of the rule.
+// Age counts accesses of all layers, so it saturates within a few tokens. Each use also queues its own saturation;
+// before a choice those that are due drop to recency 0, which keeps the heap's keys those of the rule.
 #pragma once
 #include <deque>
 

@@ -1,5 +1,5 @@
-// A 4-ary min-heap over dense block ids whose keys can change: push, remove, change in O(log n). Equal keys are ordered by
-// id, so the block on top is the same whatever the history of the heap.
+// A 4-ary min-heap over dense block ids whose keys can change: push, remove, change in O(log n). Equal keys are
+// ordered by id, so the block on top is the same whatever the history of the heap.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -1,6 +1,6 @@
 // layer-aware: lru for one pool under all layers, without lru's collapse below one token's cycle.
 //   age of x:  how often its layer has run since x was used (0: used in the layer's last run)
-//   ahead:     how many layers will run before the layer of x runs again, its own counted as a whole cycle when it is now
+//   ahead:     how many layers will run before the layer of x runs again; a whole cycle for the layer that runs now
 //   victim:    max of (age, ahead); ties by oldest use, then id
 // Each layer keeps an lru list, so a choice compares one block per layer: O(layers). In a layer's own pool it is lru.
 #pragma once

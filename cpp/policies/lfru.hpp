@@ -2,8 +2,8 @@
 //   hit(x), insert(x): uses[x] += 1; last[x] = pass
 //   evict(x):          uses[x] is kept
 //   victim:            min of uses / (pass - last + 1), age in forward passes; ties by id
-// The order of two blocks can change while both only age: uses / age curves cross once at most. A kinetic tournament (Basch,
-// Guibas, Hershberger 1997) keeps the winner of each match and the pass from which the result would differ.
+// The order of two blocks can change while both only age: uses / age curves cross once at most. A kinetic tournament
+// (Basch, Guibas, Hershberger 1997) keeps the winner of each match and the pass from which the result would differ.
 #pragma once
 #include <algorithm>
 

@@ -3,7 +3,8 @@
 //   evict(x):          uses[x] is kept
 //   victim:            min of (uses, last, id)
 // lfu-in-cache: the same with uses[x] = 1 at every insert, so that what leaves is forgotten.
-// Blocks with equal uses form a list in order of last use, and a bit tree holds the counts that occur: O(1) but for the tree.
+// Blocks with equal uses form a list in order of last use, and a bit tree holds the counts that occur: O(1) but for
+// the tree.
 #pragma once
 #include "bit_tree.hpp"
 #include "policy.hpp"
@@ -12,7 +13,9 @@ namespace colibri {
 
 template <bool keeps_history> class CountedLfu {
 public:
-    explicit CountedLfu(const PolicySetup& setup) : node_(setup.ids), uses_(setup.ids, 0), list_(256), counts_(256) { clear(); }
+    explicit CountedLfu(const PolicySetup& setup) : node_(setup.ids), uses_(setup.ids, 0), list_(256), counts_(256) {
+        clear();
+    }
     void clear() {
         counts_.clear();
         std::fill(list_.begin(), list_.end(), Ends{none, none});

@@ -3,8 +3,8 @@
 //   clear()             forget everything, history too
 //   resize(slots)       the number of blocks that may stay changed
 //   miss(access)        a member of the event is not resident; called before room is made (ghost lists listen here)
-//   victim(pins) -> id  which of the blocks it holds should leave; never one in `pins` (Pins or NoPins), and there always is
-//                       another
+//   victim(pins) -> id  which of the blocks it holds should leave; never one in `pins` (Pins or NoPins), and there
+//                       always is another
 //   evict(id)           that block leaves (ghost lists remember it)
 //   insert(access)      the block is resident from now on
 //   hit(access)         a block it holds was asked for again

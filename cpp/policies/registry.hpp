@@ -1,5 +1,5 @@
-// From a policy's name to its class. `with_policy` is the one place that knows them all; colibri_lab.cache.policies describes
-// them to people.
+// From a policy's name to its class. `with_policy` is the one place that knows them all; colibri_lab.cache.policies
+// describes them to people.
 #pragma once
 #include "arc.hpp"
 #include "belady.hpp"

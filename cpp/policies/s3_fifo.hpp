@@ -1,10 +1,10 @@
 // s3-fifo: a small fifo that newcomers must survive, a main fifo, and a memory of what left the small one.
 //   hit(x):    count[x] = min(count[x] + 1, 3)
 //   insert(x): count[x] = 0; remembered: to the front of main; else of small
-//   victim:    small holds >= small * slots: its back moves to main with count 0 if count >= threshold, else leaves and is
-//              remembered; otherwise the back of main goes round with count - 1 while count > 0, else leaves
-// Small is max(1, round(small * slots)) blocks, the memory as many blocks as main. Members of the event are passed over; when
-// small holds only those, main gives.
+//   victim:    small holds >= small * slots: its back moves to main with count 0 if count >= threshold, else leaves
+//              and is remembered; otherwise the back of main goes round with count - 1 while count > 0, else leaves
+// Small is max(1, round(small * slots)) blocks, the memory as many blocks as main. Members of the event are passed
+// over; when small holds only those, main gives.
 // Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023.
 #pragma once
 #include <cmath>

@@ -1,8 +1,8 @@
 // sieve: fifo whose hand forgives in place, so what survives keeps its position.
 //   hit(x):    visited[x] = true
 //   insert(x): visited[x] = false; put x at the front
-//   victim:    the hand walks from back to front, round and round: members of the event it passes by, visited blocks become
-//              unvisited, the first unvisited one leaves and the hand waits behind it
+//   victim:    the hand walks from back to front, round and round: members of the event it passes by, visited blocks
+//              become unvisited, the first unvisited one leaves and the hand waits behind it
 // Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024.
 #pragma once
 #include "list.hpp"

@@ -3,7 +3,8 @@
 //   insert(x): remembered (left the fifo lately): to the front of main; else to the front of the fifo
 //   victim:    the back of the fifo if that holds more than in * slots, and remember it; else the back of main
 //   memory:    the last out * slots blocks that left the fifo
-// Johnson, Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm", VLDB 1994 (full version).
+// Johnson, Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm", VLDB 1994 (full
+// version).
 #pragma once
 #include <cmath>
 

@@ -2,8 +2,8 @@
 //   insert(x): hits[x] = 1
 //   hit(x):    hits[x] += 1
 //   victim:    min of hits * 2^(-age / half_life); age in forward passes since the last use
-// The logarithm, log2(hits) + last_pass / half_life - now / half_life, orders blocks the same way at every `now`, so a heap
-// keeps it. The counter lives in the slot: a block that comes back starts at 1.
+// The logarithm, log2(hits) + last_pass / half_life - now / half_life, orders blocks the same way at every `now`, so a
+// heap keeps it. The counter lives in the slot: a block that comes back starts at 1.
 #pragma once
 #include "heap.hpp"
 
