@@ -10,8 +10,10 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
+from ..errors import SettingError
 from ..trace import experiments, locality
 from ..trace.curves import curve, hit_table
+from ..trace.history import history
 from ..trace.replay import replay
 from ..trace.table import Trace
 from .frames import Frame, Mark, Series
@@ -24,6 +26,25 @@ _TRACE_STYLE = (("hit", ()), ("attention", (9, 2, 2, 2)), ("miss", (7, 3)), ("ro
 
 def _percent(values) -> np.ndarray:
     return 100 * np.asarray(values, np.float32)
+
+
+def memory_at(trace: Trace, slots: int = 16, token: int = 150, policy: str = "lru") -> Finding:
+    """Which experts are in memory when a token asks for its own: layers × experts, found or missed."""
+    course = history(trace, policy, slots)
+    steps = course.steps("decode")
+    if not 0 <= token < len(steps):
+        raise SettingError(f"token must be 0 to {len(steps) - 1}, the decoded tokens of this trace; got {token}")
+    said = (
+        f"Each row is a layer, each column one of its {trace.num_experts} experts, of which {slots} fit. Light: in memory. Dark: "
+        "used by this token and found there. Crossed: used, and read from disk while the token waited."
+    )
+    frame = Frame(
+        "grid", f"Experts in memory, token {token}", "expert", "layer", course.grid(int(steps[token])),
+        (Series("resident", "resident"), Series("used now", "hit"), Series("missed, read now", "miss")),
+        xlim=(0, trace.num_experts), ylim=(0, len(trace.layers)), rows=tuple(str(n) for n in trace.layers),
+    )  # fmt: skip
+    events = course.events()
+    return Finding((frame,), said, events[events.step == steps[token]].reset_index(drop=True))
 
 
 def what_repeats(trace: Trace, slots: int = 16) -> Finding:
@@ -229,12 +250,12 @@ def side_by_side(traces: Mapping[str, Trace], share: int = 25) -> Finding:
 
 def six_lines() -> pd.DataFrame:
     """Six tokens of one layer, two experts each, through two slots: hits of each line under three lookups (lru)."""
-    sets = [(0, 1), (2, 0), (1, 2), (0, 1), (2, 0), (1, 2)]
-    header = {"num_experts": 3, "ranked": True}
+    sets = [(4, 7), (2, 4), (7, 2), (4, 7), (2, 4), (7, 2)]
+    header = {"num_experts": 8, "ranked": True}
     trace = Trace.from_rows(step=range(len(sets)), layer=[0] * len(sets), experts=sets, header=header)
     columns = {}
     for lookup in ("atomic", "serial-hits-first", "serial"):
-        course = experiments.history(trace, "lru", 2, lookup=lookup).table()
+        course = history(trace, "lru", 2, lookup=lookup).table()
         columns[lookup] = course.hits.to_numpy()
     return pd.DataFrame({"wants": [f"{{{a}, {b}}}" for a, b in sets], **columns})
 

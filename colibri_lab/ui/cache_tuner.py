@@ -85,6 +85,8 @@ class CacheTuner(W.VBox):
     def set(self, **changes) -> Outcome:
         """Change the choice and wait for all of its numbers; needs no front end. Raises what `cache_tuner` raises."""
         self._need_trace()
+        if self.kept is None:
+            self._worker.wait()  # the choice it began with is what later ones are compared with
         with self._lock:
             choice = self._checked(self._wanted(), changes)
             self._set_controls(choice)

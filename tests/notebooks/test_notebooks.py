@@ -138,3 +138,33 @@ def test_router_shows_what_it_says(executed):
     assert len(set(texts)) == 3
     for name in ("check-overlap", "check-k", "check-rise", "check-1", "check-2", "check-3"):
         assert "no answer yet" in shown(cells[name])
+
+
+@pytest.mark.notebook
+def test_expert_cache_shows_what_it_says(executed):
+    cells = {cell.id: cell for cell in executed(ROOT / "notebooks/02_expert_cache.ipynb").cells}
+    hits, misses, *replayed = map(int, re.findall(r"\d+", printed(cells["record"])))
+    assert [hits, misses] == replayed
+    columns = [line.split() for line in shown(cells["six"]).splitlines()[1:]]
+    assert [row[-3:] for row in columns] == [["0", "0", "0"]] + [["1", "1", "0"]] * 5
+    first, one = (line.split()[-3:] for line in shown(cells["cliff-models"]).splitlines()[1:])
+    assert first == ["121", "283", "21"] and one == ["128", "288", "24"]
+    assert "38 % of its guesses right: nothing is fetched" in printed(cells["prefetch-same"])
+    for name in ("check-guess", "check-pool", "check-1", "check-2", "check-3"):
+        assert "no answer yet" in shown(cells[name])
+
+
+@pytest.mark.notebook
+def test_pipeline_shows_what_it_says(executed):
+    cells = {cell.id: cell for cell in executed(ROOT / "notebooks/06_pipeline_profile.ipynb").cells}
+    stages, wall, reads = map(float, re.findall(r"[\d.]+(?= ms)", printed(cells["sums"])))
+    assert abs(stages - wall) <= 0.01 * wall and reads > 0
+    quarters = [[float(word) for word in line.split()[2:]] for line in shown(cells["qwen-table"]).splitlines()[1:]]
+    best, worst = quarters[0], quarters[-1]
+    assert worst[1] / best[1] > 4 and worst[2] / best[2] < 2  # misses fall by a factor, time by far less
+    rows = [line.split() for line in shown(cells["squeeze-table"]).splitlines()[1:]]
+    hit_rate, disk_ms = ([float(row[at]) for row in rows] for at in (3, 6))
+    assert hit_rate == sorted(hit_rate) and max(disk_ms) == disk_ms[2] and min(disk_ms) == disk_ms[-1]
+    assert "4 in a row touch 19, 2.4 times what one needs" in printed(cells["batch-draft"])
+    for name in ("check-guess", "check-union", "check-1", "check-2", "check-3"):
+        assert "no answer yet" in shown(cells[name])

@@ -153,6 +153,13 @@ def test_first_choice_is_kept_in_grey_and_keep_moves_it(view):
     assert "Kept" not in said(view) and "tick" not in view._panels[3].spec["note"]
 
 
+def test_the_choice_it_began_with_is_kept_however_soon_the_next_comes(olmoe):
+    view = cache_tuner(olmoe, slots=8)
+    view.set(slots=16)
+    assert view.kept.choice.slots == 8 and view.kept.history is not None and view.outcome.choice.slots == 16
+    view.close()
+
+
 def test_global_scope_keeps_the_memory_and_shows_one_tokens_cycle(view):
     view.choices["scope"].value = "global"
     assert view.wait(60)

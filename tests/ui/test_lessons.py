@@ -49,6 +49,16 @@ def well_drawn(finding: Finding) -> None:
     assert min(t.get_fontsize() for t in texts) >= 9
 
 
+def test_memory_at(olmoe):
+    found = cache_lessons.memory_at(olmoe, 16, 150)
+    state = found.frames[0].values[0]
+    assert ((state > 0).sum(axis=1) == 16).all() and (state == 3).sum() == (~found.table.hit).sum() > 0
+    assert len(found.table) == 128 and "16 fit" in found.said
+    well_drawn(found)
+    with pytest.raises(SettingError, match="token must be 0 to 298"):
+        cache_lessons.memory_at(olmoe, 16, 299)
+
+
 def test_what_repeats(olmoe):
     found = cache_lessons.what_repeats(olmoe, 16)
     assert "Random picks hit 25 %" in found.said and "in its own order 60 %" in found.said
