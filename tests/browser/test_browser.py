@@ -67,6 +67,27 @@ def all_differ(now: list[int], before: list[int]) -> bool:
     return len(now) == len(before) and all(a != b for a, b in zip(now, before, strict=True))
 
 
+def output(page, text: str):
+    """The output of the cell that shows a view with this text."""
+    return page.page.locator(".jp-OutputArea-output").filter(has_text=text).first
+
+
+def drawn(view) -> list[str]:
+    """What the canvases of one output show."""
+    return view.locator("canvas").evaluate_all("canvases => canvases.map((canvas) => canvas.toDataURL())")
+
+
+def press(page, view, slider: str, keys: str = "ArrowRight ArrowLeft ArrowLeft") -> None:
+    """Move a slider of one output by keys; each must change its pixels."""
+    handle = view.locator(".widget-slider").filter(has_text=slider).first.locator(".noUi-handle").first
+    handle.scroll_into_view_if_needed()
+    handle.focus()
+    for key in keys.split():
+        before = drawn(view)
+        page.page.keyboard.press(key)
+        until(lambda before=before: drawn(view) != before, 10, f"pixels of {slider} change after {key}")
+
+
 def blank(page) -> list[dict]:
     return [picture for picture in page.pictures() if picture["colors"] < 8]
 
@@ -156,3 +177,107 @@ def test_monitor_error_and_png(served, page, tmp_path):
     until(lambda: all_differ([p["sum"] for p in page.pictures()], sums), 5, "last picture stays")
     assert page.button("Start").is_enabled() and page.complaints == []
     assert page.page.locator(".colibri-error").count() == 1, shoot(page, tmp_path, "error")
+
+
+@pytest.mark.browser
+def test_expert_cache(served, page, tmp_path):
+    _, address = served
+    page.open(address, "02_expert_cache.ipynb")
+    state = page.run_all()
+    assert state["errors"] == [] and state["done"] == state["cells"]
+    assert blank(page) == [], shoot(page, tmp_path, "blank")
+
+    tuner = output(page, "Cache tuner")
+    assert tuner.locator("canvas").count() == 4
+    press(page, tuner, "slots")
+    until(
+        lambda: "17 slots" not in tuner.inner_text() and "15 slots, lru:" in tuner.inner_text(),
+        10,
+        "the verdict follows",
+    )
+    tuner.locator("select").nth(2).select_option("global")
+    until(
+        lambda: "one token: 128" in tuner.inner_text() or "one pool" in tuner.inner_text(),
+        10,
+        "one pool for all layers",
+    )
+    press(page, tuner, "step")
+    tuner.locator(".widget-play button, .jupyter-widget-play button").first.click()
+    seen = {tuple(drawn(tuner)[2:3]) for _ in range(12) if page.page.wait_for_timeout(150) is None}
+    assert len(seen) >= 3, shoot(page, tmp_path, "play")
+    tuner.locator(".widget-play button, .jupyter-widget-play button").first.click()
+
+    press(page, output(page, "Random picks hit"), "slots")
+    press(page, output(page, "Predictor markov"), "budget")
+    view = output(page, "Run monitor")
+    view.locator("button").filter(has_text="Start").click()
+    before = drawn(view)
+    until(lambda: drawn(view) != before, 5, "live run moves")
+    view.locator("button").filter(has_text="Stop").click()
+    until(lambda: "stopped after" in view.inner_text() or "done: " in view.inner_text(), 5, "the run has ended")
+    assert page.state()["errors"] == [] and page.complaints == [] and "Error displaying widget" not in page.text()
+
+
+@pytest.mark.browser
+def test_pipeline_profile(served, page, tmp_path):
+    _, address = served
+    page.open(address, "06_pipeline_profile.ipynb")
+    state = page.run_all()
+    assert state["errors"] == [] and state["done"] == state["cells"]
+    assert blank(page) == [], shoot(page, tmp_path, "blank")
+
+    view = output(page, "Profile")
+    assert view.locator("canvas").count() == 4
+    press(page, view, "slots")
+    view.locator("button").filter(has_text="Start").click()
+    before = drawn(view)
+    until(lambda: drawn(view) != before, 5, "live run moves")
+    view.locator("button").filter(has_text="Stop").click()
+    until(lambda: "stopped after" in view.inner_text() or "done: " in view.inner_text(), 5, "the run has ended")
+    page.page.wait_for_timeout(500)
+    still = drawn(view)
+    page.page.wait_for_timeout(700)
+    assert drawn(view) == still
+    press(page, output(page, "of different places touch"), "tokens")
+    press(page, output(page, "prompt tokens together touch"), "tokens")
+    press(page, output(page, "From the worst to the best quarter"), "skip", "ArrowRight ArrowLeft")
+    assert page.state()["errors"] == [] and page.complaints == [] and "Error displaying widget" not in page.text()
+
+
+@pytest.mark.browser
+def test_cache_tuner_in_its_states(served, page, tmp_path):
+    root, address = served
+    source = """
+from colibri_lab import ui
+from colibri_lab.trace import TraceRecorder
+recorder = TraceRecorder(num_experts=8, top_k=2)
+view = ui.cache_tuner(recorder)
+view
+"""
+    record = """
+for step in range(60):
+    for layer in (0, 1):
+        recorder.add(step, layer, "decode", 0, None, [[step % 8, step // 2 % 8 if step // 2 % 8 != step % 8 else (step + 1) % 8]])
+"""
+    page.open(address, write(root, "tuner.ipynb", source, record))
+    assert page.run_all()["errors"] == []
+    view = output(page, "no routing yet")
+    until(lambda: view.locator("canvas").count() == 4, 5, "empty panels")
+    assert blank(page) == []
+    view.locator("button").filter(has_text="Reload").click()
+    view = output(page, "Cache tuner")
+    until(lambda: "of accesses hit" in view.inner_text(), 10, "the recorder's routing is shown")
+    light = drawn(view)
+    page.command("apputils:change-theme", theme="JupyterLab Dark")
+    until(lambda: all_differ(drawn(view), light), 10, "dark canvases")
+    assert blank(page) == [], shoot(page, tmp_path, "dark")
+    page.command("apputils:change-theme", theme="JupyterLab Light")
+    until(lambda: drawn(view) == light, 10, "light canvases as before")
+    view.locator("button").filter(has_text="Copy").click()
+    code = view.locator("textarea").last
+    until(
+        lambda: code.input_value().startswith("colibri replay trace.parquet --policy lru"),
+        5,
+        "settings as a command line",
+    )
+    assert page.complaints == []
