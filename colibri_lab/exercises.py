@@ -224,6 +224,65 @@ def check_02_3(answer) -> Answer:
     )
 
 
+# 05 kernels
+
+READ_05, TOKEN_05 = 21.8, 0.307  # of exercise 1: GB/s that two threads can read, GB that a decoded token reads
+PEAK_05, OPERATIONS_05 = 291.0, 0.570  # GFLOP/s of two threads, GFLOP that a decoded token needs
+ROWS_05 = 16  # of exercise 2
+SUM_05 = {"length": 2048, "orders": 100, "seed": 5}  # of exercise 3
+
+
+def check_05_1(answer) -> Answer:
+    """The most tokens per second at 21.8 GB/s and 291 GFLOP/s, when a token reads 0.307 GB and needs 0.570 GFLOP."""
+    by_bytes, by_operations = READ_05 / TOKEN_05, PEAK_05 / OPERATIONS_05
+    return compare(
+        answer,
+        by_bytes,
+        0.5,
+        unit=" tokens/s",
+        why=f"The operations alone would allow {by_operations:.0f}; they wait for the bytes.",
+        typical=[
+            (by_operations, "that is what the arithmetic allows; how long does it take to read the weights?"),
+            (TOKEN_05 / READ_05, "that is seconds per token; the question is tokens per second"),
+            (1 / (1 / by_bytes + 1 / by_operations), "reading and computing overlap, so the slower of the two decides"),
+        ],
+    )
+
+
+def check_05_2(answer) -> Answer:
+    """Operations per byte of weights of a product with an int8 matrix: with one row of activations, and with 16."""
+    return compare(
+        answer,
+        (2, 2 * ROWS_05),
+        0.1,
+        why="Every weight is one byte and takes part in one multiplication and one addition for each row.",
+        typical=[
+            ((2, 2), "the weights are read once however many rows meet them"),
+            ((1, ROWS_05), "a multiply-add is two operations"),
+            ((2 * ROWS_05, 2), "these are right, the other way round: first one row, then 16"),
+        ],
+    )
+
+
+def check_05_3(answer) -> Answer:
+    """Of 100 orders of one sum, how many pass numpy.isclose against the first, and how many are equal to it."""
+    from .ui.kernel_lessons import sum_order
+
+    results = sum_order(**SUM_05).table["sum"].to_numpy()
+    close, equal = int(np.isclose(results, results[0]).sum()), int((results == results[0]).sum())
+    return compare(
+        answer,
+        (close, equal),
+        0,
+        why="A kernel that adds in another order is right all the same: compare with a tolerance, not for equality.",
+        typical=[
+            ((close, close), "the last digits differ from order to order; compare with == and count"),
+            ((equal, close), "these are right, the other way round: first isclose, then =="),
+            ((close, equal - 1), "the first order is one of them"),
+        ],
+    )
+
+
 # 06 pipeline profile
 
 SKIP_06 = 10  # of exercise 1: tokens at the start that are left out
