@@ -122,7 +122,8 @@ class Arena {
     };
     void record(size_t most) {
         samples_.clear();
-        samples_.reserve(most);
+        samples_.reserve(most);  // recording allocates nothing
+        most_samples_ = most;
     }
     const std::vector<Sample>& samples() const { return samples_; }
 
@@ -165,7 +166,7 @@ class Arena {
         return fault;
     }
     void note() {
-        if (samples_.size() < samples_.capacity())
+        if (samples_.size() < most_samples_)
             samples_.push_back({std::chrono::steady_clock::now().time_since_epoch().count(), used_});
     }
 
@@ -175,6 +176,7 @@ class Arena {
     int64_t at_ = 0, used_ = 0, requested_ = 0, high_water_ = 0, high_request_ = 0, allocations_ = 0;
     std::vector<Live> live_;
     std::vector<Sample> samples_;
+    size_t most_samples_ = 0;
 };
 
 }  // namespace colibri

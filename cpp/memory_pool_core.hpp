@@ -146,7 +146,7 @@ class MemoryPool {
         return bytes;
     }
     // A run ends at the next start or at the next free block.
-    int64_t length_of(int64_t at) const { return map_.next_free(at, starts_.next_taken(at + 1, map_.size())) - at; }
+    int64_t length_of(int64_t at) const { return starts_.next_taken(at + 1, map_.next_free(at, map_.size())) - at; }
     void count(int tag, int64_t blocks) {
         counts_.used += blocks;
         counts_.tag_used[tag] += blocks;

@@ -94,6 +94,9 @@ static int right() {
     checked.record(3);
     for (int i = 0; i < 5; ++i) checked.allocate(8);
     EXPECT(checked.samples().size() == 3 && checked.samples()[2].used == 4 * 128);
+    checked.record(0);
+    checked.allocate(8);
+    EXPECT(checked.samples().empty());
     return 0;
 }
 
