@@ -1,13 +1,14 @@
 """Views that move: `run_monitor` while the model generates, `router_explorer` into its routers, `cache_tuner` over recorded
-routing, `profile_view` over a token's time, `what_if` around any question. Pictures that stay: `plots`, `router_plots`, and
-the findings of `cache_lessons` and `profile_lessons`.
+routing, `memory_map` into the memory pool, `profile_view` over a token's time, `what_if` around any question. Pictures that
+stay: `plots`, `router_plots`, `memory_plots`, and the findings of `cache_lessons` and `profile_lessons`.
 
 The views read what was recorded or replayed, so every number here can be had without a picture.
 """
 
-from . import cache_lessons, plots, profile_lessons, router_plots
+from . import cache_lessons, memory_plots, plots, profile_lessons, router_plots
 from .cache_tuner import CacheTuner, cache_tuner
 from .exercises import check, fewest_slots
+from .memory_plots import MemoryMap, memory_map
 from .plots import pipeline
 from .profile_view import ProfileView, profile_view
 from .router_view import RouterExplorer, router_explorer
@@ -17,6 +18,7 @@ from .widgets import RunMonitor, run_monitor
 __all__ = [
     "CacheTuner",
     "Finding",
+    "MemoryMap",
     "ProfileView",
     "RouterExplorer",
     "RunMonitor",
@@ -25,6 +27,8 @@ __all__ = [
     "cache_tuner",
     "check",
     "fewest_slots",
+    "memory_map",
+    "memory_plots",
     "pipeline",
     "plots",
     "profile_lessons",
