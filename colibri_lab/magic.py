@@ -2,6 +2,7 @@
 
     %kernel_show gemm                      the kernel's core
     %kernel_show gemm include/simd.hpp 40:60
+    %kernel_show gemm kSuper               the lines around a word
 
     %%kernel gemm --tokens 1,64            try an edit: - lines are replaced by the + lines that follow them
     - constexpr int kSuper = 96;
@@ -20,6 +21,8 @@ from . import kernels
 from .errors import KernelError, SettingError
 from .kernels.draft import Draft
 from .trial import Trial, compare, workloads
+
+AROUND = 6  # lines shown above and below a word
 
 
 def register(ipython) -> None:
@@ -51,19 +54,27 @@ class Listing:
 
 
 def kernel_show(line: str) -> Listing:
-    """`%kernel_show NAME [FILE] [FIRST:LAST]`: source of a kernel; its core unless a file is named."""
+    """`%kernel_show NAME [FILE] [FIRST:LAST | WORD]`: source of a kernel, its core unless a file is named; all of it, the
+    lines asked for, or those around the first that has the word in it."""
     words = shlex.split(line)
-    lines = next((word for word in words if word.replace(":", "").isdigit() and ":" in word), None)
-    words = [word for word in words if word != lines]
-    if not 1 <= len(words) <= 2:
+    if not words:
         raise SettingError(
-            f"%kernel_show wants a kernel, such as: %kernel_show gemm. Known: {', '.join(kernels.names())}"
+            f"%kernel_show wants a kernel, as in: %kernel_show gemm. Known: {', '.join(kernels.names())}"
         )
-    text = kernels.source(*words)
-    first, last = (int(n or 0) for n in lines.split(":")) if lines else (1, 0)
-    every = text.splitlines()
-    first, last = max(1, first), min(last or len(every), len(every))
-    return Listing(words[1] if len(words) == 2 else f"{words[0]}_core.hpp", "\n".join(every[first - 1 : last]), first)
+    name, *rest = words
+    path = rest.pop(0) if rest and rest[0].endswith((".hpp", ".cpp")) else None
+    every = kernels.source(name, path).splitlines()
+    first, last = 1, len(every)
+    if rest and rest[0].replace(":", "").isdigit():
+        start, _, end = rest[0].partition(":")
+        first, last = int(start or 1), int(end or len(every))
+    elif rest:
+        found = next((i for i, text in enumerate(every, 1) if rest[0] in text), None)
+        if found is None:
+            raise SettingError(f"%kernel_show {name}: no line has {rest[0]!r} in it")
+        first, last = found - AROUND, found + AROUND
+    first, last = max(1, first), min(last, len(every))
+    return Listing(path or f"{name}_core.hpp", "\n".join(every[first - 1 : last]), first)
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,10 @@ def test_the_line_command_lists_source_lines_with_their_numbers():
     assert str(shown).splitlines() == [f"{i:>4}  {lines[i - 1]}" for i in (2, 3, 4)]
     assert isinstance(shown, Listing) and "pragma" in shown._repr_html_()
     assert kernel_show("norm include/threads.hpp").name == "include/threads.hpp"
+    around = kernel_show("norm sum_of_squares")
+    assert "sum_of_squares" in str(around) and 7 <= len(str(around).splitlines()) <= 13
+    with pytest.raises(SettingError, match="no line has 'nowhere' in it"):
+        kernel_show("norm nowhere")
     with pytest.raises(SettingError, match="wants a kernel"):
         kernel_show("")
 
