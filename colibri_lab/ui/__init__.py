@@ -8,6 +8,7 @@ The views read what was recorded or replayed, so every number here can be had wi
 from . import cache_lessons, memory_plots, plots, profile_lessons, router_plots
 from .cache_tuner import CacheTuner, cache_tuner
 from .exercises import check, fewest_slots
+from .kernel_bench import KernelBench, kernel_bench
 from .memory_plots import MemoryMap, memory_map
 from .plots import pipeline
 from .profile_view import ProfileView, profile_view
@@ -18,6 +19,7 @@ from .widgets import RunMonitor, run_monitor
 __all__ = [
     "CacheTuner",
     "Finding",
+    "KernelBench",
     "MemoryMap",
     "ProfileView",
     "RouterExplorer",
@@ -29,6 +31,8 @@ __all__ = [
     "fewest_slots",
     "memory_map",
     "memory_plots",
+    "kernel_bench",
+    "kernel_lessons",
     "pipeline",
     "plots",
     "profile_lessons",
