@@ -1,11 +1,12 @@
 """Views that move: `run_monitor` while the model generates, `router_explorer` into its routers, `cache_tuner` over recorded
-routing, `memory_map` into the memory pool, `profile_view` over a token's time, `what_if` around any question. Pictures that
-stay: `plots`, `router_plots`, `memory_plots`, and the findings of `cache_lessons` and `profile_lessons`.
+routing, `memory_map` into the memory pool, `profile_view` over a token's time, `kernel_bench` under the roofline, `what_if` around any
+question. Pictures that stay: `plots`, `router_plots`, `memory_plots`, and the findings of `cache_lessons`, `kernel_lessons`
+and `profile_lessons`.
 
 The views read what was recorded or replayed, so every number here can be had without a picture.
 """
 
-from . import cache_lessons, memory_plots, plots, profile_lessons, router_plots
+from . import cache_lessons, kernel_lessons, memory_plots, plots, profile_lessons, router_plots
 from .cache_tuner import CacheTuner, cache_tuner
 from .exercises import check, fewest_slots
 from .kernel_bench import KernelBench, kernel_bench
