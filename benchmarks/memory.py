@@ -73,7 +73,8 @@ def compare_plan(model: Path, grid: list[dict]) -> pd.DataFrame:
         shown = ", ".join(f"{name} {value}" for name, value in settings.items())
         rows.append(
             {"settings": shown, "planned": run.plan["total_bytes"], "counted": run.memory["total_bytes"],
-             "process": run.resident - run.base, "error_percent": 100 * run.error}
+             "process": run.resident - run.base, "error_percent": 100 * run.error,
+             "scratch_ratio": cl.memory_plan(model, check=False, **settings).scratch_ratio}
         )  # fmt: skip
         print(rows[-1], flush=True)
     return pd.DataFrame(rows)
@@ -126,7 +127,9 @@ def report(found: dict) -> str:
     lines += ["No row: the fragmented pool has no free run that long, and says so. malloc does not touch what it gives.", ""]
     lines += [markdown(pd.DataFrame(found["latency"])), "", "![latency](memory_latency.png)", ""]
     for name, rows in found["plans"].items():
-        lines += [f"## Plan against measured: {name}", "", "`process` is how much the child's resident memory grew.", ""]
+        lines += [f"## Plan against measured: {name}", ""]
+        lines += ["`process` is how much the child's resident memory grew; `scratch_ratio` what the arenas reserve over what their "
+                  "arrays need at once.", ""]  # fmt: skip
         lines += [markdown(pd.DataFrame(rows)), ""]
     lines += ["## KV cache of 16 sequences: one of 2000 tokens, 15 of 20 to 300, max_seq_len 2048 (colibri-tiny)", ""]
     lines += [markdown(pd.DataFrame(found["paging"])), ""]

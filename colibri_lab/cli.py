@@ -231,7 +231,7 @@ def settings_and_memory(lab, done) -> str:
     """Every effective setting and every part of the memory, a line each."""
     settings = [f"  {name:<20} {value}" for name, value in done.settings.items()]
     memory = [f"  {name:<20} {value / 1e6:.2f} MB" for name, value in lab.memory().items()]
-    return "\n".join(["settings", *settings, "memory", *memory])
+    return "\n".join(["settings", *settings, "memory", *memory, f"  memory pool: {lab.engine.pool}"])
 
 
 def convert(args: argparse.Namespace) -> int:

@@ -42,6 +42,7 @@ class StandIn:
     path = Path("model-dir")
     config = SimpleNamespace(moe_layers=(1, 2))
     container = SimpleNamespace(blocks=32)
+    engine = SimpleNamespace(pool="1 MB of 2 MB used (50%)")
     interrupt_after = None
 
     def __init__(self, **settings):
@@ -225,6 +226,7 @@ def test_verbose_prints_settings_and_memory(lab, capsys):
     err = capsys.readouterr().err
     assert "temperature          0.7" in err
     assert "total_bytes          3.00 MB" in err
+    assert "memory pool: 1 MB of 2 MB used (50%)" in err
 
 
 def test_warmup_generates_first_and_does_not_count(lab, capsys):

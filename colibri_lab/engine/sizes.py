@@ -103,10 +103,21 @@ def kv_bytes(config: ModelConfig, lengths: list[int], settings: dict) -> int:
 
 def arena_peaks(config: ModelConfig, tokens: int, settings: dict) -> dict[str, int]:
     """Bytes by arena for prefill chunks of up to `tokens`, in whole pool blocks."""
-    walks = walk(config, tokens, settings), walk(config, 1, settings)
-    peak = {name: max(w[name].peak for w in walks) for name in ("router", "expert_compute")}
-    peak |= {"prefill": walks[0]["main"].peak, "decode": walks[1]["main"].peak}
-    return {name: blocks(peak[name]) for name in ARENAS}
+    return {name: blocks(tally.peak) for name, tally in _widest(config, tokens, settings).items()}
+
+
+def scratch_ratio(config: ModelConfig, settings: dict) -> float:
+    """Bytes that the arenas reserve over the bytes that their arrays have at the peak, without alignment or rounding."""
+    tokens = min(settings["prefill_chunk"], settings["max_seq_len"])
+    tallies = _widest(config, tokens, settings)
+    return sum(blocks(tally.peak) for tally in tallies.values()) / sum(tally.requested for tally in tallies.values())
+
+
+def _widest(config: ModelConfig, tokens: int, settings: dict) -> dict[str, Tally]:
+    """The tally of each arena in the phase that needs most of it."""
+    prefill, decode = walk(config, tokens, settings), walk(config, 1, settings)
+    widest = {name: max(prefill[name], decode[name], key=lambda t: t.peak) for name in ("router", "expert_compute")}
+    return dict(zip(ARENAS, (prefill["main"], decode["main"], *widest.values()), strict=True))
 
 
 class Tally:

@@ -16,7 +16,7 @@ from ..checkpoint.plan import make_plan as plan_conversion
 from ..config import ModelConfig, resolve
 from ..engine.linear import packed_bytes
 from ..engine.settings import effective, most_slots
-from ..engine.sizes import EngineSizes, engine_sizes
+from ..engine.sizes import EngineSizes, engine_sizes, scratch_ratio
 from ..errors import MemoryPlanError
 from ..front import find_model
 from ..units import format_size, parse_size
@@ -127,8 +127,13 @@ class MemoryPlan(dict):
         """expert_cache_slots: per layer, or in all with scope global."""
         return self.settings["expert_cache_slots"]
 
+    @property
+    def scratch_ratio(self) -> float:
+        """What the arenas reserve over what their arrays need at once."""
+        return scratch_ratio(self.facts.config, self.settings)
+
     def __str__(self) -> str:
-        return plan_table(self)
+        return f"{plan_table(self)}\narenas reserve {self.scratch_ratio:.3f} times what is in use at once"
 
 
 def memory_plan(

@@ -45,6 +45,7 @@ def test_every_part_by_hand(tiny):
     assert plan["loader_bytes"] == 0
     assert plan["total_bytes"] == sum(plan[part] for part in PARTS)
     assert list(plan) == [*PARTS, "total_bytes"]
+    assert 1 < plan.scratch_ratio <= 1.3 and f"reserve {plan.scratch_ratio:.3f} times" in str(plan)
     naive = cl.memory_plan(
         tiny, expert_cache_slots=8, max_seq_len=1000, kv_cache_type="naive", kv_dtype="fp16", storage="mmap"
     )
@@ -55,7 +56,7 @@ def test_every_part_by_hand(tiny):
 GRID = [
     dict(expert_cache_slots=slots, kv_cache_type=kv, kv_dtype=dtype, max_seq_len=longest, **more)
     for (slots, longest), (kv, dtype), more in itertools.product(
-        [(1, 90), (16, 300), (32, 64)],
+        [(1, 90), (32, 300)],
         [("paged", "fp32"), ("naive", "fp16")],
         [
             dict(scope="layer"),
