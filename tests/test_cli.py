@@ -162,7 +162,7 @@ def test_a_value_may_look_like_an_option(lab):
             "unknown option '--expert-cache-slot': did you mean '--expert-cache-slots'?",
         ),
         ([*RUN, "--slots", "8"], "unknown option '--slots': did you mean '--expert-cache-slots'?"),
-        ([*RUN, "--backend", "cuda"], "unknown option '--backend'"),
+        ([*RUN, "--device", "cuda"], "unknown option '--device'"),
         (["rnu"], "unknown command 'rnu': did you mean 'run'?"),
         ([*RUN, "stray"], "unexpected argument 'stray'"),
         (["run"], "required: --model"),
