@@ -281,3 +281,30 @@ for step in range(60):
         "settings as a command line",
     )
     assert page.complaints == []
+
+
+@pytest.mark.browser
+def test_quantisation(served, page, tmp_path):
+    _, address = served
+    page.open(address, "04_quantisation.ipynb")
+    state = page.run_all()
+    assert state["errors"] == [] and state["done"] == state["cells"]
+    kinds = [p["kind"] for p in page.pictures()]
+    assert kinds.count("canvas") == 8 and kinds.count("img") >= 5 and blank(page) == []
+
+    for name, key in (("left half", "ArrowRight"), ("format", "ArrowRight"), ("row", "ArrowRight")):
+        handle = page.slider(name)
+        handle.scroll_into_view_if_needed()
+        handle.focus()
+        before = page.canvases()
+        page.page.keyboard.press(key)
+        until(lambda before=before: page.canvases()[:4] != before[:4], 5, f"pixels change after {name}")
+
+    format, _, router = (page.page.locator(".jp-OutputArea select").nth(n) for n in range(3))
+    for select, value, says in ((router, "fp32", "bf16, the model as it is"), (format, "int8", "int8: ")):
+        select.scroll_into_view_if_needed()
+        select.select_option(value)
+        until(lambda says=says: says in page.text(), 10, f"known copy at once, {says}")
+    format.select_option("int4-g32")
+    until(lambda: "int4-g32: " in page.text(), 60, "a new copy is made and read")
+    assert page.state()["errors"] == [] and page.complaints == [], shoot(page, tmp_path, "quantisation")

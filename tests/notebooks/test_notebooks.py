@@ -168,3 +168,25 @@ def test_pipeline_shows_what_it_says(executed):
     assert "4 in a row touch 19, 2.4 times what one needs" in printed(cells["batch-draft"])
     for name in ("check-guess", "check-union", "check-1", "check-2", "check-3"):
         assert "no answer yet" in shown(cells[name])
+
+
+@pytest.mark.notebook
+def test_memory_shows_what_it_says(executed):
+    cells = {cell.id: cell for cell in executed(ROOT / "notebooks/03_memory.ipynb").cells}
+    fragmentation, runs = ast.literal_eval(shown(cells["own-holes"]))
+    assert fragmentation["external"] == 0 and runs == 1
+    slots = [int(line.split()[2]) for line in printed(cells["budget"]).splitlines()]
+    assert slots == sorted(slots) and slots[0] < slots[-1]
+    for name in ("check-1", "check-2", "check-3"):
+        assert "no answer yet" in shown(cells[name])
+
+
+@pytest.mark.notebook
+def test_quantisation_shows_what_it_says(executed):
+    cells = {cell.id: cell for cell in executed(ROOT / "notebooks/04_quantisation.ipynb").cells}
+    bits = {row.split()[1]: row.split()[2] for row in shown(cells["bits"]).splitlines()[1:]}
+    assert (bits["int4-g32-sym"], bits["int4-g32"], bits["int4-g64"]) == ("4.5000", "4.7500", "4.3750")
+    hot, cold = (re.split(r"\s{2,}", line) for line in shown(cells["cold"]).splitlines()[2:])
+    assert hot[1:3] == cold[1:3] and float(hot[3]) < float(cold[3])  # the same bytes, and the answers move more
+    for name in ("check-1", "check-2", "check-3"):
+        assert "no answer yet" in shown(cells[name])

@@ -1,0 +1,310 @@
+"""The memory map: what the pool has handed out and what the system has really given, moving while the model generates.
+
+Callbacks may come on any thread. One lock guards the widgets and what they show; it is never held while the engine computes.
+"""
+
+from __future__ import annotations
+
+import html
+import threading
+from pathlib import Path
+
+import ipywidgets as W
+import numpy as np
+import pandas as pd
+
+from ..config import SETTINGS, resolve
+from ..engine.experiments import moves_of
+from ..errors import ColibriError, SettingError
+from . import memory_frames as frames
+from .live import live_plot
+from .memory_frames import PoolState
+from .plots import Picture, draw
+from .quality_view import wrapped
+from .runner import Runner
+from .runs import Job, MonitorRun, cli_line, python_lines
+from .theme import CSS, LIGHT, bytes_text
+from .widgets import PROMPT
+
+MOVES = 200  # takes and rewinds on show
+STOP_WITHIN_S = 30.0
+EMPTY = "nothing ran yet: press Start"
+
+
+def memory_map(lab, prompt: str | None = None, live: str = "auto", **generate) -> MemoryMap:
+    """A live map of `lab`'s memory pool. Start generates from a cold cache; `slots` makes the pool anew.
+
+    `generate` are settings of scope "generate"; `live` is "auto", "canvas" or "png". Raises `SettingError` for an unknown
+    setting or value, `MissingTool` for live="canvas" without anywidget.
+    """
+    return MemoryMap(lab, prompt, live, **generate)
+
+
+class MemoryMap(W.VBox):
+    """See `memory_map`. `state` is "empty", "running", "done", "stopped" or "error" (then `error` is the exception and the
+    last picture stays); `pool` the `PoolState` on show; `run` what ran."""
+
+    def __init__(self, lab, prompt: str | None = None, live: str = "auto", **generate):
+        self.lab = lab
+        self._runner = Runner(lab, self)
+        self.state, self.error = "empty", None
+        self.run: MonitorRun | None = None
+        self.pool: PoolState | None = None
+        self._generate = resolve({"max_tokens": 200} | generate, "generate")
+        self._lock = threading.RLock()
+        self._quiet = False
+        self._history: list[tuple[int, float, float]] = []
+        self._before: np.ndarray | None = None
+        self._panels = [live_plot(live) for _ in range(4)]
+        self.interval_s = self._panels[0].interval_s
+        self._make_controls(PROMPT if prompt is None else prompt)
+        super().__init__(self._arrange(), layout=W.Layout(width="100%", max_width="1250px"))
+        self.add_class("colibri")
+        self.paint()
+
+    def start(self, _=None) -> None:
+        """Generate with what the controls say, in the background; a newer request ends the one that runs."""
+        with self._lock:
+            job = self._wanted()
+        self._runner.submit(job)
+
+    def stop(self, _=None) -> bool:
+        """End the run after its current step. True when nothing runs any more."""
+        return self._runner.stop(STOP_WITHIN_S)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing runs any more. True when that is so."""
+        return self._runner.wait(timeout_s)
+
+    def run_once(self, slots: int | None = None, prompt: str | None = None, **generate) -> MonitorRun:
+        """Run now, in this thread; the controls follow. Raises what the engine raises and `SettingError` for a setting that
+        cannot be."""
+        self.stop()
+        with self._lock:
+            checked = SETTINGS["expert_cache_slots"].check(self.slots.value if slots is None else slots)
+            if checked is None or checked > self.slots.max:
+                raise SettingError(f"slots must be 1 to {self.slots.max}, the experts there are; got {checked}")
+            self._generate = resolve(self._generate | {"max_tokens": self.tokens.value} | generate, "generate")
+            self._quiet = True
+            try:
+                self.slots.value, self.tokens.value = checked, self._generate["max_tokens"]
+                self.prompt.value = self.prompt.value if prompt is None else prompt
+            finally:
+                self._quiet = False
+            job = self._wanted()
+        return self._runner.run(job)
+
+    def close(self) -> None:
+        """Stop, and free the widgets."""
+        self.stop()
+        super().close()
+
+    @property
+    def data(self) -> dict[str, pd.DataFrame]:
+        """`parts`: taken and touched bytes of the pool by part. `arenas`: used, peak and reserved bytes. `moves`: the last takes
+        and rewinds. `growth`: step, slots_MB, kv_MB while the run lasted. `plan`: planned bytes by part."""
+        with self._lock:
+            pool, history = self.pool, list(self._history)
+            planned = self._planned()
+        arenas = pd.DataFrame({"used_bytes": pool.used, "peak_bytes": pool.peak, "reserved_bytes": pool.reserved})
+        return {
+            "parts": pool.bytes_by_part(), "arenas": arenas.rename_axis("arena"), "moves": pool.moves,
+            "growth": pd.DataFrame(history, columns=["step", "slots_MB", "kv_MB"]),
+            "plan": pd.DataFrame({"part": list(planned), "planned_bytes": list(planned.values())}),
+        }  # fmt: skip
+
+    def code(self) -> str:
+        """The run that Start would make, as a CLI line and as Python."""
+        with self._lock:
+            job = self._wanted()
+        settings = dict(self.lab.settings)
+        return f"{cli_line(self.lab.name, job, settings)}\n\n{python_lines(self.lab.name, job, settings)}"
+
+    def png(self, path: str | Path | None = None) -> Picture:
+        """The view as a static picture with its verdict, written to `path` if given. `ColibriError` before any run."""
+        with self._lock:
+            if self.run is None or not self.run.steps:
+                raise ColibriError("memory_map: nothing to draw yet; press Start or call run_once()")
+            shown, said = self._frames(), self._said()
+        figure = Picture((9.6, 6.4))
+        for axes, frame in zip(figure.subplots(2, 2, width_ratios=(1.2, 1)).flat, shown, strict=True):
+            draw(axes, frame)
+        figure.supxlabel("\n".join(wrapped(said)), x=0.01, ha="left", fontsize=9)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    # Told by the runner, on its thread.
+
+    def begun(self, run: MonitorRun) -> None:
+        with self._lock:
+            self.error, self.run, self._history = None, run, []
+            self._enter("running", "reading the prompt …")
+
+    def paint(self) -> None:
+        """Look at the pool and show what is there; nothing while the engine is being made anew."""
+        with self._lock:
+            pool = self._look()
+            if pool is None:
+                return
+            before = None if self.pool is None else frames.cells(self.pool)
+            # Another pool has other cells; the first picture of a run marks nothing.
+            self._before = before if before is not None and self._history else None
+            self.pool = pool
+            if self.run is not None and self.state == "running":
+                parts = pool.bytes_by_part().set_index("part").touched_bytes / 1e6
+                self._history.append((pool.step, float(parts.get("slots", 0.0)), float(parts.get("kv", 0.0))))
+            for panel, frame in zip(self._panels, self._frames(), strict=True):
+                panel.show(frame)
+            self._said_html.value = f'<p class="colibri-verdict">{html.escape(self._said())}</p>'
+            self._cost.value = f"<p>{self._slots_text()}</p>"
+
+    def ended(self, run: MonitorRun, replaced: bool) -> None:
+        if not self._history:  # over before the first picture
+            self.paint()
+        with self._lock:
+            count = len(run.tokens)
+            if run.stop_reason == "interrupted":
+                self._enter("stopped", f"stopped after {count} tokens; then the KV pages went back to the pool")
+            else:
+                self._enter("done", f"done: {count} tokens; then the KV pages went back to the pool")
+
+    def failed(self, run: MonitorRun, error: BaseException) -> None:
+        with self._lock:
+            self.error = error
+            if isinstance(error, KeyboardInterrupt):
+                self._enter("stopped", "interrupted")
+            else:
+                what = str(error) if isinstance(error, ColibriError) else f"{type(error).__name__}: {error}"
+                self._enter("error", f"{what} – the last picture stays. Change a control or press Start.")
+
+    # Controls
+
+    def _make_controls(self, prompt: str) -> None:
+        settings, config = self.lab.settings, self.lab.config
+        most = config.num_experts * (len(config.moe_layers) if settings["scope"] == "global" else 1)
+        wide = {"layout": W.Layout(width="auto"), "style": {"description_width": "52px"}}
+        self.slots = W.IntSlider(
+            min(settings["expert_cache_slots"], most), 1, most, description="slots",
+            tooltip="slots of the expert cache; most of the pool is made of them", **wide,
+        )  # fmt: skip
+        self.tokens = W.BoundedIntText(
+            self._generate["max_tokens"],
+            1,
+            1_000_000,
+            description="tokens",
+            tooltip="most tokens to generate in a run",
+            **wide,
+        )
+        self.prompt = W.Textarea(
+            prompt, rows=4, description="prompt", tooltip="a longer prompt needs a larger prefill arena", **wide
+        )
+        self.buttons = {}
+        for name, action, icon, tip in (
+            ("Start", self.start, "play", "generate with these settings, from a cold cache"),
+            ("Stop", self.stop, "stop", "end the run after its current step"),
+            ("Copy settings", self._on_copy, "copy", "this run as a command line and as Python"),
+        ):
+            self.buttons[name] = W.Button(
+                description=name, icon=icon, tooltip=tip, layout=W.Layout(width="auto", flex="1 1 auto")
+            )
+            self.buttons[name].on_click(action)
+        self._code = W.Textarea(rows=5, layout=W.Layout(width="100%", display="none"))
+        self._cost, self._said_html, self._message = (
+            W.HTML(layout=W.Layout(margin="0", width="auto")) for _ in range(3)
+        )
+        self.slots.observe(self._on_slots, "value")
+
+    def _arrange(self) -> list[W.Widget]:
+        row = W.Layout(display="flex", flex_flow="row wrap", width="auto")
+        left = W.VBox(
+            [
+                W.Box(list(self.buttons.values()), layout=row),
+                self.slots,
+                self._cost,
+                self.tokens,
+                self.prompt,
+                self._code,
+            ],
+            layout=W.Layout(flex="0 0 292px", width="292px", margin="0 12px 0 0"),
+        )
+        grid = W.Layout(grid_template_columns="minmax(0, 1.2fr) minmax(0, 1fr)", grid_gap="6px 10px", width="100%")
+        right = W.Box(
+            [W.GridBox(self._panels, layout=grid)], layout=W.Layout(flex="1 1 0", min_width="0", width="auto")
+        )
+        head = W.HTML(
+            f"<p><b>Memory map: {html.escape(str(self.lab.name))}</b></p>", layout=W.Layout(margin="0", width="auto")
+        )
+        style = W.HTML(CSS, layout=W.Layout(display="none"))
+        return [style, head, W.HBox([left, right]), self._said_html, self._message]
+
+    def _wanted(self) -> Job:
+        generate = self._generate | {"max_tokens": self.tokens.value}
+        return Job(self.prompt.value, self.slots.value, self.lab.settings["policy"], generate)
+
+    def _on_slots(self, _) -> None:
+        with self._lock:
+            self._cost.value = f"<p>{self._slots_text()}</p>"
+            if self._quiet:
+                return
+        self.start()
+
+    def _on_copy(self, _) -> None:
+        code = self.code()
+        with self._lock:
+            self._code.value = code
+            self._code.layout.display = "none" if self._code.layout.display is None else None
+            self._panels[0].copy(code)
+
+    # Looking and showing. The lock is held.
+
+    def _look(self) -> PoolState | None:
+        engine = self.lab.engine  # None while settings change
+        if engine is None:
+            return None
+        arenas, pool = engine.request.arenas, engine.pool
+        samples, counts = arenas.samples(), arenas.counts()
+        peak, reserved = ({name: getattr(c, part) for name, c in counts.items()} for part in ("high_water", "capacity"))
+        moves = moves_of(samples, peak, reserved).tail(MOVES).reset_index(drop=True)
+        if not len(moves) and self.pool is not None and self.state != "running":
+            moves = self.pool.moves
+        arenas.record(1 << 13)
+        step = len(self.run.steps) if self.run else 0
+        used = {name: c.used for name, c in counts.items()}
+        return PoolState(pool.snapshot(), pool.touched(), step, used, peak, reserved, moves)
+
+    def _frames(self):
+        planned, empty = self._planned(), EMPTY if self.run is None else ""
+        steps = self.tokens.value
+        return (
+            frames.pool_map(self.pool, self._before), frames.parts(self.pool, planned),
+            frames.arena_lines(self.pool.moves, empty=empty), frames.growth(self._history, steps, empty),
+        )  # fmt: skip
+
+    def _planned(self) -> dict[str, int]:
+        z = self.lab.plan.sizes
+        parts = {"slots": (z.slots + z.transient) * z.slot_bytes, "kv": z.kv_bytes, "arena": z.scratch_bytes}
+        return {name: size for name, size in (parts | {"rotary": z.rotary_bytes}).items() if size}
+
+    def _said(self) -> str:
+        return frames.verdict(self.pool, self._planned(), self.lab.settings["expert_cache_slots"], self._slot_step())
+
+    def _slot_step(self) -> int:
+        """Bytes that one more slot in every layer takes."""
+        return self._layers * self.lab.plan.sizes.slot_bytes
+
+    @property
+    def _layers(self) -> int:
+        """How many times the pool has the slots that the control says."""
+        return 1 if self.lab.settings["scope"] == "global" else len(self.lab.config.moe_layers)
+
+    def _slots_text(self) -> str:
+        size, layers = self.lab.plan.sizes.slot_bytes, self._layers
+        return f"{self.slots.value} slots × {layers} layers × {bytes_text(size)} = {bytes_text(self.slots.value * layers * size)}"
+
+    def _enter(self, state: str, text: str) -> None:
+        self.state = state
+        stop, running = self.buttons["Stop"], state == "running"
+        stop.style.button_color, stop.style.text_color = (LIGHT["miss"], "white") if running else (None, None)
+        look = "colibri-error" if state == "error" else ""
+        self._message.value = f'<p class="{look}" role="status">{html.escape(text)}</p>'
