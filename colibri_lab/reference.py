@@ -262,3 +262,36 @@ def check_storage(module) -> Iterator[Case]:
             for i, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
                 wrong = (memory[2 - i, :size] != content[start : start + size]).sum()
                 yield f"{mode}, {size} bytes at {start}", float(wrong + len(faults)), 0.0
+
+
+def lru_hits(events: list[np.ndarray], slots: int) -> int:
+    """Hits of one layer's lru cache under the atomic contract, `events` distinct ids each; by sets and sorting."""
+    last, inside, hits = {}, set(), 0
+    for now, members in enumerate(events):
+        asked = set(members.tolist())
+        hits += len(asked & inside)
+        last |= dict.fromkeys(asked, now)
+        inside = set(sorted(inside | asked, key=lambda x: (last[x], x))[-slots:])
+    return hits
+
+
+def check_expert_cache(module) -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    events = [rng.permutation(24)[:4].astype(np.uint16) for _ in range(300)]
+    for slots in (1, 4, 9, 24):
+        cache = module.ExpertCache(1, 24, slots)
+        for members in events:
+            cache.step(0, members, 1)
+        yield f"lru, {slots} slots: hits", abs(float(cache.counters()["hits"].sum() - lru_hits(events, slots))), 0.0
+
+
+def check_replay(module) -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    events = [rng.permutation(24)[:4].astype(np.uint16) for _ in range(300)]
+    zeros = np.zeros(300, np.int32)
+    stream = module.Stream.make(1, 24, np.arange(301) * 4, np.concatenate(events), zeros, zeros.astype(np.uint8), zeros)
+    curve = module.lru_curve(stream)[0][0, 0]
+    for slots in (1, 4, 9, 24):
+        wanted = lru_hits(events, slots)
+        yield f"lru, {slots} slots: hits", abs(float(module.replay(stream, "lru", slots)["hits"].sum() - wanted)), 0.0
+        yield f"lru curve at {slots} slots", abs(float(curve[1 : slots + 1].sum() - wanted)), 0.0
