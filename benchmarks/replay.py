@@ -1,6 +1,6 @@
 """Replay speed beside libCacheSim (the `test` extra), interleaved in one program on one thread.
 
-    python benchmarks/replay.py [--repeats 5] [--json]
+    python benchmarks/replay.py [--repeats 5] [--json] [--picture benchmarks/results/olmoe_curves.png]
 
 Workloads: 1 M Zipf(0.8) accesses over 4096 objects at 512 slots, and the OLMoE trace repeated at 16 slots per layer.
 On the first every access is an event of one block, so both programs do the same work and their hits can be compared.
@@ -24,6 +24,7 @@ import numpy as np
 
 import colibri_lab as cl
 from colibri_lab import kernels
+from colibri_lab.ui import trace_plots
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = np.dtype([("time", "<u4"), ("obj_id", "<u8"), ("size", "<u4"), ("next_access_vtime", "<i8")])
@@ -115,7 +116,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="draw the OLMoE curves with both oracles, and measure nothing"
+    )
     args = parser.parse_args()
+    trace = cl.load_trace(ROOT / "data" / "traces" / "warp_olmoe_1b7b_299.jsonl")
+    if args.picture:
+        chosen = "lru,fifo,weighted-lru,lfru,s3-fifo,sieve,belady,belady-bypass"
+        Path(args.picture).write_bytes(trace_plots.curves(trace.curve(policies=chosen)).png())
+        return 0
     native = kernels.load("replay")
     with tempfile.TemporaryDirectory() as folder:
         keys = zipf()
@@ -124,7 +133,6 @@ def main() -> int:
         path = records(keys, Path(folder) / "zipf.bin")
         rows = compare("zipf", simple, 512, path, 512, n, args.repeats)
 
-        trace = cl.load_trace(ROOT / "data" / "traces" / "warp_olmoe_1b7b_299.jsonl")
         events = trace.events()
         times = 26  # about 1 M accesses
         flat = np.tile(events.experts, times)
