@@ -134,7 +134,7 @@ def row(what: str, case: str, threads: int, unit: str, timing: Timing, value: Ca
 
 
 def compare_with_limits(
-    works: list[Workload], threads: int, rounds: int = 7, budget_s: float = 0.03, progress: str = ""
+    works: list[Workload], threads: int, rounds: int = 7, budget_s: float = 0.005, progress: str = ""
 ) -> tuple[list[Timing], Limits]:
     """Time workloads with the kernels as they are, in turn with the limits they are judged by."""
     ceiling = LimitWork(threads)

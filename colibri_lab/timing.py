@@ -123,17 +123,17 @@ def race(
     contenders: Mapping[str, Callable[[], object]],
     *,
     rounds: int = 7,
-    budget_s: float = 0.03,
+    budget_s: float = 0.005,
     threads: int = 1,
-    patience: int = 4,
+    patience: int = 8,
     progress: str = "",
 ) -> dict[str, Timing]:
     """Time every contender once per round, in turn and every other round backwards.
 
-    A sample repeats a call for about `budget_s` seconds. A call that returns a float tells the share held by threads that
-    it started and ended itself, which nobody can ask afterwards. Rounds go on until each contender has `rounds` clean samples, but
-    no longer than `patience` times as many. `threads` is how many cores a contender uses; `progress` is the title of a
-    bar, "" for none. Ctrl-C ends it with KeyboardInterrupt.
+    A sample repeats a call for about `budget_s` seconds; short ones often fall between the turns of other work. Rounds go
+    on until each contender has `rounds` clean samples, but no longer than `patience` times as many. `threads` is how many
+    cores a contender uses. A call that returns a float tells the share held by threads that it started and ended itself,
+    which nobody can ask afterwards. `progress` is the title of a bar, "" for none. Ctrl-C raises KeyboardInterrupt.
     """
     if rounds < 1 or patience < 1 or not budget_s > 0:
         raise SettingError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..limits import Limits
 from ..workloads import Workload
@@ -33,6 +34,10 @@ def roofline(limits: Limits, table: pd.DataFrame, works: list[Workload]) -> Pict
     figure = Picture((6.8, 4.2))
     ax = figure.add_subplot()
     ax.set(xscale="log", yscale="log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(10, (1, 2, 5), numticks=20))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     title = ", ".join(["Roofline", *common, f"{limits.threads} thread{'s' * (limits.threads > 1)}"])
     ax.set_title(title, loc="left", fontsize=FONT_PT + 1, fontweight="bold")
     ax.set_xlabel("operations per byte that must be moved", fontsize=FONT_PT)
@@ -75,7 +80,7 @@ def _roofs(ax, limits: Limits, x: np.ndarray, integer: bool) -> None:
     for name, peak, style in peaks:
         ax.plot(x, np.minimum(slope, 1e-9 * peak), color=LIGHT["oracle"], lw=1.4, ls=style)
         ax.text(x[-1], 1.06e-9 * peak, f"{name}, {1e-9 * peak:.0f} GOP/s", fontsize=FONT_PT, ha="right", va="bottom")
-    ax.annotate(f"memory, {1e-9 * limits.bytes_per_s:.1f} GB/s", (x[25], slope[25]), (10, 0), textcoords="offset points",
+    ax.annotate(f"memory, {1e-9 * limits.bytes_per_s:.1f} GB/s", (x[12], slope[12]), (10, 0), textcoords="offset points",
                 fontsize=FONT_PT, ha="left", va="center")  # fmt: skip
 
 
