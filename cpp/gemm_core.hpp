@@ -50,17 +50,21 @@ struct ColumnSums {
 template <Format F, int M>
 inline void add_columns(const uint8_t* line, int first, int last, const float* const* x, F16 (*chain)[4]) {
     constexpr int kStep = line_columns(F);
-    F16 w[4];
+    F16 w[4], c[M][4];
+    COLIBRI_UNROLL for (int m = 0; m < M; ++m)
+        COLIBRI_UNROLL for (int j = 0; j < 4; ++j) c[m][j] = chain[m][j];
     int k = first;
     for (; k + kStep <= last; k += kStep, line += line_bytes(F)) {
         __builtin_prefetch(line + 2048);
         Columns<F> columns(line);
         for (int part = 0; part < kStep / 4; ++part) {
             columns.get(part, w);
-            for (int m = 0; m < M; ++m)
-                for (int j = 0; j < 4; ++j) chain[m][j] = fma(w[j], set1(x[m][k + 4 * part + j]), chain[m][j]);
+            COLIBRI_UNROLL for (int m = 0; m < M; ++m)
+                COLIBRI_UNROLL for (int j = 0; j < 4; ++j) c[m][j] = fma(w[j], set1(x[m][k + 4 * part + j]), c[m][j]);
         }
     }
+    COLIBRI_UNROLL for (int m = 0; m < M; ++m)
+        COLIBRI_UNROLL for (int j = 0; j < 4; ++j) chain[m][j] = c[m][j];
     if (k == last) return;
     Columns<F> columns(line);
     for (int part = 0; k < last; ++part, k += 4) {
