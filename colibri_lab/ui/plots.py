@@ -128,7 +128,7 @@ def _lines(ax, frame: Frame) -> None:
 
 
 def _mark(ax, mark: frames.Mark) -> None:
-    color, left = LIGHT[mark.color], mark.x > 0.6 * ax.get_xlim()[1]
+    color, left = LIGHT[mark.color], mark.x > 0.72 * ax.get_xlim()[1]
     if mark.y is None:
         ax.axvline(mark.x, color=color, lw=1, ls=":")
     else:

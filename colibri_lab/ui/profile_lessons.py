@@ -168,7 +168,7 @@ def prompt(trace: Trace, tokens: int = 16) -> Finding:
         f"{100 * here.per_token / k:.0f} % of the reads of a lone token, but all of them at once."
     )
     x = tuple(table.tokens.astype(float))
-    xlim = (0, x[-1])
+    xlim = (0, x[-1] + 1)
     color, dash = policy_style("lru")
     union = Frame(
         "lines", "Experts touched together", "prompt tokens", "experts per layer",
