@@ -17,6 +17,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -68,6 +69,10 @@ struct Run {
         return n;
     }
 };
+
+// Whether a policy can serve an access to a full pool in one go: `int turn(id, resident)`, as lru can.
+template <class P, class = void> struct TakesTurns : std::false_type {};
+template <class P> struct TakesTurns<P, std::void_t<decltype(&P::turn)>> : std::true_type {};
 
 template <class P> class Pool {
 public:
@@ -191,7 +196,9 @@ private:
         State* state = state_.data();
         int64_t first = r.offsets[e], used = used_, hits = 0, weight = 0, evictions = 0;
         Access a{0, now_, 0, first - r.first_access, 1.0f, never};
-        for (size_t i = 0; i < n; ++i, ++a.access) {
+        size_t i = 0;
+        const bool turns = TakesTurns<P>::value && !r.repeats && pins_ == 0;  // once the pool is full
+        for (; i < n && !(turns && used == capacity_); ++i, ++a.access) {
             a.id = r.ids[first + i];
             ++a.now;
             a.pass = r.pass[e + i];
@@ -216,6 +223,15 @@ private:
             state[a.id] = demand;
             policy.insert(a);
         }
+        a.now += int64_t(n - i);
+        if constexpr (TakesTurns<P>::value)
+            for (; i < n; ++i) {
+                int id = r.ids[first + i];
+                bool resident = state[id] == demand;
+                state[policy.turn(id, resident)] = absent;
+                state[id] = demand;
+                hits += resident, evictions += !resident;
+            }
         policy_ = std::move(policy);
         used_ = used, now_ = a.now, demand_ = int(used - pins_);
         int64_t m = int64_t(n);

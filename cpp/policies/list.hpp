@@ -33,6 +33,13 @@ public:
         --size_[list_[id]];
         list_[id] = none;
     }
+    // Block `in` takes the place of `out`, at the front; the two may be one.
+    void replace(int out, int in, int l = 0) {
+        unlink(out);
+        list_[out] = none;
+        link(in, l);
+        list_[in] = int16_t(l);
+    }
     void to_front(int id) {  // of the list it is in
         unlink(id);
         link(id, list_[id]);

@@ -18,6 +18,13 @@ public:
     void evict(int id) { list_.remove(id); }
     void insert(const Access& a) { list_.push_front(a.id); }
     void hit(const Access& a) { list_.to_front(a.id); }
+    // An access to a full pool, hit or miss, without a branch that the processor would guess wrong every other time.
+    // Returns the block that gave its place, which on a hit is the block itself.
+    int turn(int id, bool resident) {
+        int out = resident ? id : list_.back();
+        list_.replace(out, id);
+        return out;
+    }
 
 private:
     Lists list_;
