@@ -14,6 +14,7 @@ os.environ.setdefault(
 )  # read when the library loads; its threads and forks do not mix
 
 import jinja2  # noqa: E402
+import numpy as np  # noqa: E402
 import tokenizers  # noqa: E402
 from jinja2.ext import Extension, loopcontrols  # noqa: E402
 from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
@@ -81,6 +82,17 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids. Special tokens are added only on request: chat templates bring their own."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_bytes(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int64 (tokens,) without special tokens, and int64 (tokens,) how many bytes of the UTF-8 text each
+        stands for; together they are all of it. A character that several tokens share counts with the first."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        sizes = np.cumsum([0, *(len(c.encode("utf-8", "surrogatepass")) for c in text)])
+        ends = np.array([stop for _, stop in found.offsets], np.int64)
+        ends = sizes[np.maximum.accumulate(ends)] if len(ends) else ends
+        if len(ends):
+            ends[-1] = sizes[-1]
+        return np.array(found.ids, np.int64), np.diff(ends, prepend=0)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text. Raises `TokenizerError` for an id outside the vocabulary."""
