@@ -17,6 +17,8 @@ _HOMES = {
     "find_model": ("front", "find_model"),
     "about": ("doctor", "about"),
     "convert": ("checkpoint.convert", "convert"),
+    "quantize": ("checkpoint.convert", "quantize"),
+    "quality_report": ("quality.report", "quality_report"),
     "validate": ("checkpoint.validate", "validate"),
     "load_trace": ("trace", "load_trace"),
     "Lab": ("lab", "Lab"),

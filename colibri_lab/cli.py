@@ -19,7 +19,7 @@ from .config import SETTINGS, Setting
 from .errors import ColibriError, SettingError, StorageError, did_you_mean
 
 # Modules that add their own sub-commands with `add_commands(subparsers)`; a command stores its function as `run`.
-EXTENSIONS: tuple[str, ...] = ("trace.cli", "bench_cli", "checkpoint.cli", "tune.cli", "tune.cli_tune")
+EXTENSIONS: tuple[str, ...] = ("trace.cli", "bench_cli", "checkpoint.cli", "checkpoint.cli_formats", "tune.cli", "tune.cli_tune")
 
 
 class Parser(argparse.ArgumentParser):
@@ -238,7 +238,8 @@ def convert(args: argparse.Namespace) -> int:
     """Convert a Hugging Face checkpoint into a container."""
     from .checkpoint.convert import convert
 
-    names = ("quantize", "tensors", "expert_block_size", "max_seq_len", "verify", "overwrite")
+    names = ("quantize", "group_size", "tensors", "plan", "calibration_data", "calibration_tokens", "stage")
+    names += ("expert_block_size", "max_seq_len", "verify", "overwrite")
     report = convert(args.input, args.output, **{name: getattr(args, name) for name in names}, progress=True)
     print(report)
     return 0
@@ -299,6 +300,8 @@ def kernels_check(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> Parser:
+    from .checkpoint.cli_formats import add_format_options
+
     parser = Parser("colibri", description="A laboratory for Mixture-of-Experts inference on a CPU.")
     parser.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -331,9 +334,16 @@ def build_parser() -> Parser:
     )
     p.add_argument("--output", "--output-dir", metavar="DIR", required=True, help="container to write")
     p.add_argument(
-        "--quantize", default="auto", metavar="FORMAT", help="auto (keep 16-bit formats), fp16, bf16, int8, fp32"
+        "--quantize",
+        default="auto",
+        metavar="FORMAT",
+        help="auto (keep 16-bit formats), fp16, bf16, int8, int4, or exactly: int8-tensor, int4-g32-sym, mxfp4, … "
+        "(fp32 for tests)",
     )
-    p.add_argument("--tensors", default="experts", metavar="WHICH", help="what to quantise: experts or all")
+    add_format_options(p)
+    p.add_argument(
+        "--stage", default="all", metavar="STAGE", help="all (repack, then quantize), repack, quantize, together"
+    )
     p.add_argument("--expert-block-size", type=count, default=1, metavar="N", help="experts in one block, read at once")
     p.add_argument("--max-seq-len", type=count, metavar="N", help="longest sequence, stored as the model's default")
     p.add_argument("--verify", action="store_true", help="compare sampled experts with the source afterwards")

@@ -250,6 +250,8 @@ _ALL = (
     Setting("activations", str, "fp32", "what integer weights are multiplied with: float32 activations, or activations rounded "
             "to int8 in groups of 64, which is faster; weights of 16 and 32 bits always meet float32", choices=("fp32", "int8"),
             changes_tokens=True),
+    Setting("router_calib", bool, None, "add the container's router calibration to the router's logits. Default: where there is one",
+            changes_tokens=True),
     Setting("sigmoid", str, "exact", "SwiGLU's sigmoid: exact, or a polynomial with error below 1e-4",
             choices=("exact", "polynomial"), changes_tokens=True),
     Setting("allow_fp32", bool, False, "open float32 containers, which are for tests"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class Lab:
         self.requested = dict(settings)
         self.container = Container.open(self.path, allow_fp32=given["allow_fp32"])
         self.config, self.name = self.container.config, str(self.container.info["source"])
+        given["router_calib"] = _router_calibration(self.container, given["router_calib"])
         self.tokenizer = _checked_tokenizer(self.container)
         self._facts = ModelFacts.of_container(self.container)
         self.plan: MemoryPlan = make_plan(self._facts, given, machine.memory()[1])
@@ -185,6 +187,8 @@ class Lab:
         with self._exclusive():
             known = {name: value for name, value in self.settings.items() if name in SETTINGS}
             given = resolve({**known, **settings}, "open")
+            if "router_calib" in settings:
+                given["router_calib"] = _router_calibration(self.container, given["router_calib"])
             if (
                 settings.get("scope", self.settings["scope"]) != self.settings["scope"]
                 and "expert_cache_slots" not in settings
@@ -295,6 +299,18 @@ class Lab:
         finally:
             kv.release()
         return np.concatenate(parts)
+
+
+def _router_calibration(container: Container, asked: bool | None) -> bool:
+    """Whether the routers' correction is in force; warns where quantised weights go without one."""
+    path = container.router_calibration_path
+    there = path.exists()
+    if asked and not there:
+        raise SettingError(f"router_calib: {path} is missing; colibri quantize --calibration-data FILE makes it")
+    if container.quantised and not (there and asked is not False):
+        hint = "router_calib is off" if there else "it has none; colibri quantize --calibration-data FILE makes one"
+        warnings.warn(f"{container.dir}: quantised weights without router calibration: {hint}", stacklevel=4)
+    return there if asked is None else asked
 
 
 def _checked_tokenizer(container: Container) -> Tokenizer:

@@ -89,6 +89,22 @@ class Container:
         """ "router" (experts, hidden) and, where the family has one, "correction_bias" (experts,), both float32."""
         return self.read(layout.router_path(layer))
 
+    @property
+    def router_calibration_path(self) -> Path:
+        """Where the routers' correction is, if it is there (router_calib.py)."""
+        return self.dir / "router_calib.bin"
+
+    def router_calibration(self) -> dict[int, np.ndarray]:
+        """MoE layer → float32 (experts,), what calibration adds to the router's logits."""
+        from .router_calib import read
+
+        return read(self.dir, self.config)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether weights were rounded to integers here (MXFP4 came so)."""
+        return any(name == MIXED or name.startswith("int") for name in self.info["formats"].values())
+
     def block_path(self, layer: int, block: int) -> Path:
         return self.dir / layout.block_path(layer, block, self.block_size)
 

@@ -1,32 +1,25 @@
-"""Checkpoint → container, a few rows at a time: peak memory does not grow with the model."""
+"""Checkpoint → container, and container → quantised container."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import sys
-import zlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 
-import numpy as np
-from filelock import FileLock, Timeout
-from tqdm import tqdm
-
-from ..errors import ContainerError, StorageError
-from . import binfile, container, formats, packing
-from .files import AtomicFile, read_object, storage_errors
+from ..errors import ModelError, SettingError, did_you_mean
+from . import container, formats
+from .calibrate import Calibration
+from .files import AtomicFile, read_object
 from .plan import Plan, make_plan
 from .plan_formats import Rule
-from .source import Source
 from .verify import verify_container
+from .writer import MARKER, Encoder, check_output, write_container
 
-CHUNK_VALUES = 1 << 18  # values of a tensor in memory at once
-MARKER, LOCK = "convert.partial.json", "convert.lock"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+__all__ = ["MARKER", "STAGES", "ConvertReport", "convert", "quantize"]
+
+STAGES = ("all", "repack", "quantize", "together")
 
 
 @dataclass(frozen=True)
@@ -66,6 +59,9 @@ def convert(
     group_size: int | None = None,
     tensors: str = "experts",
     plan: str | os.PathLike | dict | Rule | None = None,
+    calibration_data: str | os.PathLike | None = None,
+    calibration_tokens: int = 65536,
+    stage: str = "all",
     expert_block_size: int = 1,
     max_seq_len: int | None = None,
     verify: bool = False,
@@ -79,184 +75,110 @@ def convert(
     group_size: with "int8" or "int4": 32, 64 or 128 columns that share a scale, 0 for one scale per output channel.
     tensors: which matrices a quantised format is for, "experts" or "all". (Other formats are for all matrices.)
     plan: a format for single layers, experts and matrices: file, object or function, see `plan_formats`.
+    calibration_data: a JSON file of texts to round by, see `calibrate`; of them up to `calibration_tokens` are used.
+    stage: a quantised format takes two stages, repack (to OUTPUT.repacked, removed in the end) and quantize. "repack" does
+    the first alone, to `output`; "quantize" the second alone, of a container; "together" both in one pass, without the copy
+    in between and without calibration. The weights come out the same.
     An interrupted conversion goes on where it stopped when it is called again with the same arguments.
 
     Raises `SettingError` (arguments), `ModelError` (the checkpoint), `TokenizerError`, `ContainerError` (what is at
     `output` already, or a failed verification), `StorageError` (disk full, or not readable or writable).
     """
-    plan = make_plan(
-        input, output, quantize=quantize, group_size=group_size, tensors=tensors, plan=plan,
-        expert_block_size=expert_block_size, max_seq_len=max_seq_len,
-    )  # fmt: skip
-    if progress:
-        print(plan.text(), file=sys.stderr)
-    out = plan.output
-    with storage_errors(out, "cannot be used for the container"):
-        _completed(plan, overwrite)  # refuses before anything is made
-        out.mkdir(parents=True, exist_ok=True)
-        with _only_writer(out):
-            kept = _completed(plan, overwrite)
-            if not kept:
-                _clear(out)
-            _write_json(out / MARKER, {"plan": plan.id})
-            _write_files(plan, [file for file in plan.files if file not in kept], progress)
-            _write_json(out / "config.json", plan.config_json())
-            (out / MARKER).unlink()
-    verified = verify_container(out, input) if verify else []
-    return ConvertReport(
-        str(out), len(plan.files) - len(kept), len(kept), plan.source.nbytes, plan.bytes_out, plan.skipped_bytes,
-        plan.unused, verified,
-    )  # fmt: skip
-
-
-def _completed(plan: Plan, overwrite: bool) -> set[str]:
-    """The files at the output that an interrupted run of the same plan completed.
-
-    Raises `ContainerError` for anything there that must not be written over, `StorageError` when the disk is too small.
-    """
-    out, marker = plan.output, plan.output / MARKER
-    if out.exists() and not out.is_dir():
-        raise ContainerError(f"{out}: expected a directory, found a file")
-    complete = container.is_container(out)
-    if complete and not overwrite:
-        raise ContainerError(f"{out}: a container is already there; overwrite (--overwrite) replaces it")
-    unfinished = not complete and marker.exists()
-    if not complete and not unfinished and out.exists() and set(os.listdir(out)) - {LOCK}:
-        raise ContainerError(f"{out}: not empty, and not a container; name an empty or a new directory")
-    same = unfinished and _marked_plan(marker) == plan.id
-    if unfinished and not same and not overwrite:
-        raise ContainerError(
-            f"{out}: holds an unfinished conversion with other settings or of another checkpoint; repeat that one, or "
-            "overwrite (--overwrite) it"
+    if stage not in STAGES:
+        raise SettingError(f"stage cannot be {stage!r}; {did_you_mean(str(stage), STAGES)}")
+    if calibration_data is not None and stage in ("repack", "together"):
+        raise SettingError(
+            f"calibration_data cannot go with stage {stage!r}: it takes a container to run the model from"
         )
-    sizes = {file: (out / file).stat().st_size for file in plan.files if (out / file).is_file()}
-    kept = {file for file, size in sizes.items() if same and size == plan.sizes[file]}
-    need = plan.bytes_out - sum(sizes.values())
-    free = shutil.disk_usage(_existing(out)).free
-    if need > free:
-        raise StorageError(f"{out}: the disk is too small: {need} bytes needed, {free} free; nothing was written")
-    return kept
+    if stage == "quantize" and not container.is_container(input):
+        raise ModelError(f"{input}: not a container; make one with stage repack")
+    shape = dict(expert_block_size=expert_block_size, max_seq_len=max_seq_len)
+    how = dict(quantize=quantize, group_size=group_size, tensors=tensors, plan=plan)
+    calibration = None if calibration_data is None else Calibration(calibration_data, calibration_tokens, progress)
+    final = make_plan(
+        input, output, **({} if stage == "repack" else how), **shape, calibration=calibration and calibration.info
+    )
+    quantises = any(
+        formats.FORMATS[name].scaled and final.source.entry(final.names[file][tensor]).dtype != "MXFP4"
+        for file, chosen in final.tensor_formats.items()
+        for tensor, name in chosen.items()
+    )
+    if calibration and not quantises:
+        raise SettingError("calibration_data: nothing is quantised; name a format, as in quantize='int4'")
+    if not quantises or stage != "all" or container.is_container(input):
+        kept = _write(final, final, calibration, overwrite, progress)
+    else:
+        check_output(final, overwrite)  # what is there is refused before the first stage takes its time
+        between = final.output.with_name(final.output.name + ".repacked")
+        _say(progress, "stage 1 of 2: repack")
+        _repack(make_plan(input, between, quantize=_lossless(final), **shape), overwrite, progress)
+        _say(progress, "stage 2 of 2: quantize")
+        second = make_plan(between, output, **how, **shape, calibration=final.calibration)
+        kept = _write(final, second, calibration, overwrite, progress)
+        shutil.rmtree(between)
+    return ConvertReport(
+        str(final.output), len(final.files) - kept, kept, final.source.nbytes, final.bytes_out, final.skipped_bytes,
+        final.unused, verify_container(final.output, input) if verify else [],
+    )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _only_writer(out: Path) -> Iterator[None]:
-    """Two conversions into one directory would spoil each other's files: the second is refused."""
-    lock = FileLock(out / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ContainerError(f"{out}: another process is converting into this directory; let it finish") from None
-    try:
-        yield
-    finally:
-        (out / LOCK).unlink(missing_ok=True)
-        lock.release()
+def quantize(
+    directory: str | os.PathLike,
+    output: str | os.PathLike,
+    quant_type: str = "int8",
+    *,
+    group_size: int | None = None,
+    tensors: str = "experts",
+    plan: str | os.PathLike | dict | Rule | None = None,
+    calibration_data: str | os.PathLike | None = None,
+    calibration_tokens: int = 65536,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> ConvertReport:
+    """Make the quantised container `output` from the 16-bit container `directory`; expert blocks stay as they are.
+
+    Arguments and errors as in `convert`; `quant_type` is "int8", "int4" or another name of `formats.FORMATS`.
+    """
+    box = container.Container.open(directory, allow_fp32=True)
+    return convert(
+        directory, output, quantize=quant_type, group_size=group_size, tensors=tensors, plan=plan,
+        calibration_data=calibration_data, calibration_tokens=calibration_tokens, stage="quantize",
+        expert_block_size=box.block_size, max_seq_len=box.info.get("max_seq_len"), overwrite=overwrite, progress=progress,
+    )  # fmt: skip
 
 
-def _existing(path: Path) -> Path:
-    """The nearest directory that exists, to ask about the disk."""
-    return next(p for p in (path.absolute(), *path.absolute().parents) if p.is_dir())
+def _write(final: Plan, plan: Plan, calibration: Calibration | None, overwrite: bool, progress: bool) -> int:
+    """Write `plan`, which stands for `final` where it goes by its id; the number of files kept from an earlier try."""
+    plan = replace(plan, own_id=final.id)
+    if calibration is None:
+        return len(write_container(plan, Encoder(), overwrite, progress))
+    with calibration.opened(plan.source.dir):
+        kept = write_container(plan, calibration, overwrite, progress)
+        calibration.calibrate_router(plan.output)
+    return len(kept)
 
 
-def _marked_plan(marker: Path) -> str | None:
-    try:
-        return read_object(marker, ContainerError).get("plan")
-    except ContainerError:
-        return None
+def _repack(plan: Plan, overwrite: bool, progress: bool) -> None:
+    """The first stage, unless it was completed by an earlier try: then the directory says by which plan."""
+    mark = plan.output / "repacked.json"
+    if container.is_container(plan.output) and mark.exists() and read_object(mark, ModelError).get("plan") == plan.id:
+        return
+    write_container(plan, Encoder(), overwrite, progress)
+    with AtomicFile(mark) as file:
+        file.write(json.dumps({"plan": plan.id}).encode())
 
 
-def _clear(out: Path) -> None:
-    """Take an old container away, config.json first, so that no mixture ever looks complete."""
-    (out / "config.json").unlink(missing_ok=True)
-    for folder in (*out.glob("layer_*"), out / "dense"):
-        for path in (*folder.glob("*.bin"), *folder.glob("*.npy"), *folder.glob("*.tmp")):
-            path.unlink()
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-    for name in (*TOKENIZER_FILES, MARKER):
-        (out / name).unlink(missing_ok=True)
+def _lossless(plan: Plan) -> str:
+    """The format between the stages: that of the source where all matrices are of one 16-bit type, else float32."""
+    kinds = {
+        plan.source.entry(plan.names[file][tensor]).dtype
+        for file, specs in plan.files.items()
+        for tensor, spec in specs.items()
+        if spec.part != "float"
+    } - {"MXFP4"}  # fmt: skip
+    return "auto" if kinds in ({"BF16"}, {"F16"}) else "fp32"
 
 
-def _write_files(plan: Plan, todo: list[str], progress: bool) -> None:
-    with tqdm(total=sum(plan.sizes[file] for file in todo), unit="B", unit_scale=True, disable=not progress) as bar:
-        for file in todo:
-            _write_file(plan, file)
-            bar.update(plan.sizes[file])
-    for name in TOKENIZER_FILES:
-        if (plan.source.dir / name).exists():
-            with AtomicFile(plan.output / name) as file:
-                file.write((plan.source.dir / name).read_bytes())
-
-
-def _write_file(plan: Plan, name: str) -> None:
-    """One `.bin` file: header, then tensor after tensor in chunks of rows, then the checksum into the header."""
-    specs, names, path = plan.files[name], plan.names[name], plan.output / name
-    table, payload = binfile.plan_table(specs, plan.tensor_formats[name])
-    bounds = _set_factors(plan.source, names, table)
-    crc = end = 0
-    with AtomicFile(path, need=plan.sizes[name]) as file:
-        file.write(binfile.header_page(table, payload, path=path))
-        for start, data in _pieces(plan.source, names, table, bounds):
-            for piece in (bytes(start - end), data):
-                file.write(piece)
-                crc = zlib.crc32(piece, crc)
-            end = start + len(data)
-        file.write(bytes(payload - end))
-        crc = zlib.crc32(bytes(payload - end), crc)
-        file.seek(0)
-        file.write(binfile.header_page(table, payload, crc, path))
-
-
-Bounds = dict[str, tuple[float, float]]
-
-
-def _pieces(
-    source: Source, names: dict[str, str], table: list[dict], bounds: Bounds
-) -> Iterator[tuple[int, np.ndarray]]:
-    """(offset in the payload, bytes) of everything in a file, in ascending order."""
-    for entry in table:
-        ours, kind, offset = entry["name"], formats.FORMATS[entry["format"]], entry["offset"]
-        rest: list[list[np.ndarray]] = []
-        for values in _chunks(source, names[ours]):
-            encoded = formats.encode(values, kind.name, entry["factor"], names[ours], bounds.get(ours))
-            data, *scales = packing.pack(encoded, kind, entry["layout"])
-            yield offset, data.view(np.uint8)
-            offset += data.nbytes
-            rest.append([part for part in scales if part is not None])
-        places = [place for place in (entry["scale"], entry["zero"]) if place]
-        for (start, _), parts in zip(places, zip(*rest, strict=True), strict=True):
-            yield start, np.concatenate(parts).view(np.uint8)
-
-
-def _set_factors(source: Source, names: dict[str, str], table: list[dict]) -> Bounds:
-    """Give every integer tensor of a file the factor of its expert, or its own; tensor → smallest and largest value."""
-    bounds: Bounds = {}
-    largest: dict[str, float] = {}
-    scaled = [entry for entry in table if formats.FORMATS[entry["format"]].kind in ("int8", "int4")]
-    for entry in scaled:
-        low = high = 0.0
-        for values in _chunks(source, names[entry["name"]]):
-            wide = formats.to_f32(values)
-            low, high = min(low, float(wide.min())), max(high, float(wide.max()))
-        bounds[entry["name"]] = low, high
-    whose = {entry["name"]: entry["name"].rpartition(".")[0] or entry["name"] for entry in scaled}
-    for name, (low, high) in bounds.items():
-        largest[whose[name]] = max(largest.get(whose[name], 0.0), -low, high)
-    for entry in scaled:
-        top = largest[whose[entry["name"]]]
-        entry["factor"] = formats.expert_factor(top) if np.isfinite(top) else 1.0
-    return bounds
-
-
-def _chunks(source: Source, name: str) -> Iterator[np.ndarray]:
-    """The rows of a tensor, a multiple of 16 at a time, as stored."""
-    shape = source.entry(name).shape
-    rows, cols = shape if len(shape) == 2 else (1, shape[0])
-    step = max(1, CHUNK_VALUES // cols // packing.ROW_BLOCK) * packing.ROW_BLOCK
-    for start in range(0, rows, step):
-        yield source.rows(name, start, min(start + step, rows))
-
-
-def _write_json(path: Path, data: dict) -> None:
-    with AtomicFile(path) as file:
-        file.write((json.dumps(data, indent=2) + "\n").encode())
+def _say(progress: bool, text: str) -> None:
+    if progress:
+        print(text, file=sys.stderr)

@@ -157,16 +157,14 @@ def encode(
     """
     kind = find_format(format)
     if values.dtype == kind.dtype and not kind.scaled:
-        _check_finite(to_f32(values), name)
+        check_finite(to_f32(values), name)
         return Encoded(values)
     wide = to_f32(values)
-    _check_finite(wide, name)
-    if kind.kind == "mxfp4":
-        return _encode_mxfp4(wide, factor)
+    check_finite(wide, name)
     if kind.scaled:
         w = wide.astype(np.float64) / factor
-        scale, zero = affine_range(*group_bounds(w, kind, factor, bounds), kind, name)
-        return Encoded(round_to_codes(w, scale, zero, kind), scale, None if kind.symmetric else zero.astype(kind.dtype))
+        scale, zero = scale_range(*group_bounds(w, kind, factor, bounds), kind, name)
+        return encoded(round_to_codes(w, scale, zero, kind), scale, zero, kind)
     with np.errstate(over="ignore"):
         data = f32_to_bf16(wide) if format == "bf16" else wide.astype(kind.dtype)
     if not np.isfinite(to_f32(data)).all():
@@ -175,17 +173,25 @@ def encode(
     return Encoded(data)
 
 
-def decode(encoded: Encoded, format: str, factor: float = 1.0) -> np.ndarray:
+def decode(rows: Encoded, format: str, factor: float = 1.0) -> np.ndarray:
     """Inverse of `encode`: float32 (rows, cols)."""
     kind = find_format(format)
     if not kind.scaled:
-        return to_f32(encoded.data)
-    cols = encoded.data.shape[1]
-    scale = spread(encoded.scale * np.float32(factor), kind, cols)
-    if kind.kind == "mxfp4":
-        return E2M1[encoded.data] * scale
-    zero = kind.middle if encoded.zero is None else spread(encoded.zero.astype(np.float32), kind, cols)
-    return (encoded.data.astype(np.float32) - np.float32(zero)) * scale
+        return to_f32(rows.data)
+    cols = rows.data.shape[1]
+    scale = spread(rows.scale * np.float32(factor), kind, cols)
+    zero = kind.middle if rows.zero is None else spread(rows.zero.astype(np.float32), kind, cols)
+    return steps(rows.data, zero, kind) * scale
+
+
+def encoded(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, kind: Format) -> Encoded:
+    """What the format stores of codes (rows, cols), scale and zero (rows, groups)."""
+    return Encoded(codes, scale, None if kind.symmetric else zero.astype(kind.dtype))
+
+
+def steps(codes: np.ndarray, zero, kind: Format) -> np.ndarray:
+    """float32: what codes stand for in units of the scale; `zero` one number or an array that fits."""
+    return E2M1[codes] if kind.kind == "mxfp4" else codes.astype(np.float32) - np.asarray(zero, np.float32)
 
 
 def spread(per_group: np.ndarray, kind: Format, cols: int) -> np.ndarray:
@@ -213,10 +219,10 @@ def group_bounds(
     return np.minimum.reduceat(w, starts, axis=1), np.maximum.reduceat(w, starts, axis=1)
 
 
-def affine_range(
-    low: np.ndarray, high: np.ndarray, kind: Format, name: str = "tensor"
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ranges (rows, groups) → scale float32, as the format stores it, and zero float64, both (rows, groups)."""
+def scale_range(low: np.ndarray, high: np.ndarray, kind: Format, name: str = "tensor") -> tuple[np.ndarray, np.ndarray]:
+    """Smallest and largest of each group (rows, groups) → scale float32, as the format stores it, and zero float64."""
+    if kind.kind == "mxfp4":
+        return mx_scale(np.maximum(np.abs(low), np.abs(high))), np.zeros(low.shape)
     constant = low == high
     size = np.maximum(np.abs(low), np.abs(high))
     low, high = np.minimum(low, 0), np.maximum(high, 0)
@@ -238,7 +244,10 @@ def affine_range(
 def round_to_codes(w: np.ndarray, scale: np.ndarray, zero: np.ndarray, kind: Format) -> np.ndarray:
     """The nearest codes of w (rows, cols), which is already divided by the factor."""
     cols = w.shape[1]
-    q = np.rint(w / spread(scale.astype(np.float64), kind, cols)) + spread(zero, kind, cols)
+    q = w / spread(scale.astype(np.float64), kind, cols)
+    if kind.kind == "mxfp4":
+        return nearest_e2m1(q)
+    q = np.rint(q) + spread(zero, kind, cols)
     return np.clip(q, kind.lowest, kind.lowest + kind.levels).astype(kind.dtype)
 
 
@@ -250,15 +259,8 @@ def _round_up(exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return near.astype(np.float32)
 
 
-def _encode_mxfp4(wide: np.ndarray, factor: float) -> Encoded:
-    rows, cols = wide.shape
-    w = wide.astype(np.float64) / factor
-    starts = np.arange(0, cols, MX_BLOCK)
-    scale = mx_scale(np.maximum.reduceat(np.abs(w), starts, axis=1))
-    return Encoded(nearest_e2m1(w / spread(scale.astype(np.float64), FORMATS["mxfp4"], cols)), scale)
-
-
-def _check_finite(wide: np.ndarray, name: str) -> None:
+def check_finite(wide: np.ndarray, name: str) -> None:
+    """Raises `ModelError` naming the tensor and the first place of NaN or infinity."""
     if not np.isfinite(wide).all():
         row, column = np.argwhere(~np.isfinite(np.atleast_2d(wide)))[0]
         raise ModelError(
@@ -267,6 +269,7 @@ def _check_finite(wide: np.ndarray, name: str) -> None:
 
 
 __all__ = [
-    "ALIASES", "Encoded", "FORMATS", "Format", "GROUP_SIZES", "affine_range", "bf16_to_f32", "decode", "encode",
-    "expert_factor", "f32_to_bf16", "find_format", "format_name", "group_bounds", "round_to_codes", "spread", "to_f32",
+    "ALIASES", "Encoded", "FORMATS", "Format", "GROUP_SIZES", "bf16_to_f32", "check_finite", "decode", "encode", "encoded",
+    "expert_factor", "f32_to_bf16", "find_format", "format_name", "group_bounds", "round_to_codes", "scale_range", "spread",
+    "steps", "to_f32",
 ]  # fmt: skip

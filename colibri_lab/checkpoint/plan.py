@@ -25,7 +25,7 @@ class Plan:
 
     `formats`: part → its number format or "mixed"; `tensor_formats`: `.bin` file → tensor → format.
     `sizes` bytes of each file; `skipped_bytes` of next-token-prediction layers; `unused` names of other tensors that no
-    file takes; `tokenizer` its hash and size.
+    file takes; `tokenizer` its hash and size; `calibration` what was rounded by; `own_id` an id to go by instead.
     """
 
     source: Source
@@ -42,6 +42,8 @@ class Plan:
     skipped_bytes: int
     unused: list[str]
     tokenizer: dict
+    calibration: dict | None = None
+    own_id: str | None = None
 
     @property
     def bytes_out(self) -> int:
@@ -50,15 +52,19 @@ class Plan:
     @property
     def id(self) -> str:
         """Two conversions with the same id write the same files."""
+        if self.own_id is not None:
+            return self.own_id
         files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in self.source.files]
-        settings = [self.tensor_formats, self.block_size, self.max_seq_len, self.tokenizer, container.FORMAT_VERSION]
-        return hashlib.sha256(json.dumps([self.config.to_json(), settings, files]).encode()).hexdigest()
+        settings = [self.tensor_formats, self.block_size, self.max_seq_len, self.tokenizer, self.calibration]
+        data = [self.config.to_json(), settings, files, container.FORMAT_VERSION]
+        return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
     def config_json(self) -> dict:
         """The container's config.json."""
         info = {
             "format_version": container.FORMAT_VERSION,
-            "source": os.path.basename(os.path.realpath(self.source.dir)),
+            "source": self.source.name_of_model,
+            "calibration": self.calibration,
             "expert_block_size": self.block_size,
             "formats": self.formats,
             "tokenizer": self.tokenizer,
@@ -97,6 +103,7 @@ def make_plan(
     plan: str | os.PathLike | dict | plan_formats.Rule | None = None,
     expert_block_size: int = 1,
     max_seq_len: int | None = None,
+    calibration: dict | None = None,
 ) -> Plan:
     """The plan of a conversion; arguments and errors as in `convert`. Nothing is written."""
     wanted = formats.format_name(quantize, group_size)
@@ -138,6 +145,7 @@ def make_plan(
         tensor_formats=chosen, block_size=expert_block_size,
         max_seq_len=max_seq_len, files=files, names=names, sizes=sizes, slot_bytes=slot,
         skipped_bytes=sum(source.entries[name].nbytes for name in mtp), unused=sorted(rest - mtp), tokenizer=tokenizer,
+        calibration=calibration,
     )  # fmt: skip
 
 

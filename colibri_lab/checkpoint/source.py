@@ -64,6 +64,7 @@ class Source:
 
     def __init__(self, hf_dir: str | os.PathLike):
         self.dir = Path(hf_dir)
+        self.name_of_model = os.path.basename(os.path.realpath(self.dir))
         self.entries: dict[str, Entry] = {}
         self.scales: dict[str, Entry] = {}
         with storage_errors(self.dir):
@@ -232,6 +233,7 @@ class ContainerSource(Source):
     def __init__(self, box: Container):
         self.dir, self.entries, self.scales, self._box = box.dir, {}, {}, box
         self.files = [box.dir / "config.json"]
+        self.name_of_model = str(box.info["source"])
         self._open_file: tuple[str, dict[str, Tensor]] = ("", {})
         for file in box.files:
             self.files += box.find(file)

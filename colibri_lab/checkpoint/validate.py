@@ -46,6 +46,7 @@ def validate(directory: str | os.PathLike, progress: bool = False) -> list[Fault
     faults: list[Fault] = []
     for name in tqdm(box.files, unit="file", disable=not progress):
         faults += _file_faults(box, name)
+    faults += _calibration_faults(box)
     faults += _tokenizer_faults(box)
     faults += _extra_faults(box)
     return faults
@@ -104,6 +105,14 @@ def _all_finite(tensor: Tensor, chunk: int = 1 << 20) -> bool:
     )
 
 
+def _calibration_faults(box: Container) -> Iterator[Fault]:
+    if box.router_calibration_path.exists():
+        try:
+            box.router_calibration()
+        except ColibriError as error:
+            yield _fault(box.router_calibration_path, error)
+
+
 def _tokenizer_faults(box: Container) -> Iterator[Fault]:
     path = box.dir / "tokenizer.json"
     try:
@@ -117,7 +126,7 @@ def _tokenizer_faults(box: Container) -> Iterator[Fault]:
 
 
 def _extra_faults(box: Container) -> Iterator[Fault]:
-    known = {box.dir / name for name in (*box.files, *_OWN_FILES)}
+    known = {box.dir / name for name in (*box.files, *_OWN_FILES)} | {box.router_calibration_path}
     for name, specs in box.files.items():
         known |= {box.dir / layout.npy_path(name, tensor) for tensor in specs}
     for path in sorted(box.dir.rglob("*")):

@@ -59,6 +59,7 @@ class Engine:
         ]
         self.request = self.new_request()
         self._files: dict[str, BinFile] = {}  # what is mapped for good
+        self._router_bias = container.router_calibration() if settings["router_calib"] else {}
         self.layers = [self._layer(i) for i in range(self.config.num_layers)]
         self._embed = self._dense("embed").tensors["embed"]
         self._norm = self._dense("final").tensors["norm"].array()
@@ -229,10 +230,10 @@ class Engine:
             self._files[name] = self.container.dense(name)
         return self._files[name]
 
-    def _linear(self, file: BinFile, name: str) -> Linear:
+    def _linear(self, file: BinFile, name: str, added: np.ndarray | None = None) -> Linear:
         bias = file.tensors.get(f"{name}_bias")
         options = {name: value for name, value in self._ffn_options.items() if name != "exact"}
-        return Linear(file.payload, file.tensors[name], options, None if bias is None else bias.array(), self._load)
+        return Linear(file.payload, file.tensors[name], options, added if bias is None else bias.array(), self._load)
 
     @property
     def _ffn_options(self) -> dict:
@@ -257,7 +258,7 @@ class Engine:
         router = self.container.router(index)
         bias = router.tensors.get("correction_bias")
         layer.router = Router(
-            index, c.router, c.top_k, self._linear(router, "router"), None if bias is None else bias.array().copy(),
+            index, c.router, c.top_k, self._linear(router, "router", self._router_bias.get(index)), None if bias is None else bias.array().copy(),
             self.settings["threads"], self._load,
         )  # fmt: skip
         at_once = self.settings["expert_parallelism"]

@@ -63,7 +63,9 @@ class Comparison:
         return bootstrap_ratio(self.windows.nll.to_numpy(), self.windows.reference_nll.to_numpy(), confidence, seed)
 
 
-def bootstrap_ratio(nll: np.ndarray, reference: np.ndarray, confidence: float = 0.95, seed: int = 0) -> tuple[float, float]:
+def bootstrap_ratio(
+    nll: np.ndarray, reference: np.ndarray, confidence: float = 0.95, seed: int = 0
+) -> tuple[float, float]:
     """Interval of sum(nll) / sum(reference) - 1 over paired chunks. (Efron, Tibshirani: An Introduction to the Bootstrap)"""
     rng = np.random.default_rng(seed)
     ratios = np.empty(RESAMPLES)
@@ -127,12 +129,11 @@ def compare(lab, reference, windows: list[Window], progress: bool = True) -> Com
             mine, other = our_routes[layer], their_routes[layer]
             agreeing[layer] += (mine[:, :, None] == other[:, None, :]).sum() / mine.shape[1]
             counts[layer] += [np.bincount(ids.ravel(), minlength=a.num_experts) for ids in (mine, other)]
-    layers = [
-        (layer, agreeing[layer] / tokens, frequency_distance(*counts[layer])) for layer in a.moe_layers
-    ]
+    layers = [(layer, agreeing[layer] / tokens, frequency_distance(*counts[layer])) for layer in a.moe_layers]
     columns = ["text", "tokens", "bytes", "nll", "reference_nll", "kl"]
     return Comparison(
-        pd.DataFrame(rows, columns=columns), pd.DataFrame(layers, columns=["layer", "router_agreement", "frequency_distance"])
+        pd.DataFrame(rows, columns=columns),
+        pd.DataFrame(layers, columns=["layer", "router_agreement", "frequency_distance"]),
     )
 
 

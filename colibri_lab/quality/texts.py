@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from ..checkpoint.files import storage_errors
-from ..errors import ModelError, SettingError
 from ..engine.tokenizer import Tokenizer
+from ..errors import ModelError, SettingError
 
 SKIPPED = {"test", "tests", "idlelib", "turtledemo", "lib-dynload", "pydoc_data", "encodings", "lib2to3", "site-packages",
            "dist-packages", "__pycache__", "__phello__"}  # fmt: skip
@@ -92,21 +92,17 @@ def prompt_texts(path: str | os.PathLike) -> list[Text]:
 
 
 def windows(texts: list[Text], tokenizer: Tokenizer, width: int = 256, tokens: int | None = None) -> list[Window]:
-    """Texts cut into windows of up to `width` tokens, at least two each, until `tokens` are reached.
-
-    Raises `ModelError` when nothing is left to measure.
-    """
+    """Texts cut into windows of up to `width` tokens, at least two each; of these as many as make up `tokens`, evenly spread
+    over all. Raises `ModelError` when there is nothing to predict."""
     cut: list[Window] = []
-    total = 0
     for text in texts:
         ids, bytes_of = tokenizer.encode_bytes(text.text)
-        for start in range(0, len(ids), width):
-            if tokens is not None and total >= tokens:
-                return cut
-            stop = start + width
-            if len(ids[start:stop]) >= 2:
-                cut.append(Window(text.name, ids[start:stop], bytes_of[start:stop]))
-                total += len(cut[-1].ids)
+        for start in range(0, len(ids) - 1, width):
+            cut.append(Window(text.name, ids[start : start + width], bytes_of[start : start + width]))
     if not cut:
         raise ModelError("the text has fewer than two tokens: nothing to predict")
-    return cut
+    total = sum(len(window.ids) for window in cut)
+    if tokens is None or total <= tokens:
+        return cut
+    number = max(1, round(len(cut) * tokens / total))
+    return [cut[i] for i in np.linspace(0, len(cut) - 1, number).round().astype(int)]
