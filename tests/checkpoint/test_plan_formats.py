@@ -19,6 +19,8 @@ from colibri_lab.checkpoint.plan_formats import find_rule, hot_cold
 from colibri_lab.checkpoint.validate import validate
 from colibri_lab.errors import SettingError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*without router calibration")
+
 TOKENS = np.arange(20, 44)
 RULES = {
     "rules": [
