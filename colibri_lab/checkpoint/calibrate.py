@@ -88,15 +88,23 @@ class Calibration(Encoder):
         rest = by_layer.pop(None, [])
         layers = sorted(by_layer)
         for first in range(0, max(len(layers), 1), room):
-            chosen = layers[first : first + room]
-            self._collect(set(chosen), head=bool(rest))
-            yield [*rest, *(file for layer in chosen for file in by_layer[layer])]
+            chosen = [*rest, *(file for layer in layers[first : first + room] for file in by_layer[layer])]
+            self._collect(plan, chosen)
+            yield chosen
             rest = []
 
-    def _collect(self, layers: set[int], head: bool) -> None:
+    def _collect(self, plan: Plan, files: list[str]) -> None:
         from ..engine.taps import tapped
 
-        self._moments, self._last = Moments(self.lab.container, layers, head), (None, None)
+        scaled = [
+            (file, tensor)
+            for file in files
+            for tensor, name in plan.tensor_formats[file].items()
+            if formats.FORMATS[name].scaled
+        ]
+        self._moments, self._last = Moments(self.lab.container, scaled), (None, None)
+        if not scaled:
+            return
         with tapped(self.lab.engine, self._moments):
             for window in tqdm(self.windows, desc="calibrating", unit="window", disable=not self.progress):
                 self.lab.logits(window.ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from . import layout
@@ -36,14 +38,18 @@ class Sum:
 
 
 class Moments:
-    """A sink for `engine.taps.tapped`: the moments of some layers, and of the head.
+    """A sink for `engine.taps.tapped`: the moments that some tensors of a container ask for.
 
     What the down matrices read is computed from the input of gate and up, with the container's own weights.
     """
 
-    def __init__(self, container: Container, layers: set[int], head: bool):
-        self.container, self.layers, self.head = container, layers, head
+    def __init__(self, container: Container, tensors: Iterable[tuple[str, str]]):
+        """tensors: (file, tensor) of a container."""
+        self.container = container
         self._sums: dict[tuple, Sum] = {}
+        sites = {self.site(file, tensor) for file, tensor in tensors} - {None}
+        sites |= {(layer, "ffn", *expert) for layer, kind, *expert in sites if kind == "inner"}
+        self._sites = sites | {(layer, "ffn") for layer, kind, *_ in sites if kind == "ffn"}
 
     @staticmethod
     def bytes_per_layer(config) -> int:
@@ -51,10 +57,8 @@ class Moments:
         return 4 * (config.num_experts + 1) * (config.hidden_size**2 + config.expert_intermediate_size**2)
 
     def __call__(self, layer: int | None, site: str, x: np.ndarray, ids: np.ndarray | None) -> None:
-        if not (self.head if layer is None else layer in self.layers):
-            return
         self._add((layer, site), x)
-        if ids is not None:
+        if ids is not None and any(site[:2] == (layer, "ffn") and len(site) == 3 for site in self._sites):
             for expert in np.unique(ids):
                 self._add((layer, "ffn", int(expert)), x[(ids == expert).any(axis=1)])
 
@@ -97,24 +101,22 @@ class Moments:
         return sum(s.total for s in sums) / tokens if tokens else None
 
     def _add(self, key: tuple, x: np.ndarray) -> None:
-        if len(x):
+        if len(x) and key in self._sites:
             total = self._sums.setdefault(key, Sum(x.shape[1]))
             if total.add(x):
                 self._flush(key)
 
     def _flush(self, key: tuple) -> None:
         x = self._sums[key].flush()
-        if key[1] != "ffn" or not len(x):
-            return
         layer, inner = key[0], (key[0], "inner", *key[2:])
+        if key[1] != "ffn" or inner not in self._sites or not len(x):
+            return
         if len(key) == 3:
             parts = self.container.expert(layer, key[2])
             gate, up = parts["gate"], parts["up"]
         else:
             tensors = self.container.dense(f"layer_{layer}").tensors
             prefix = "" if "gate" in tensors else "shared_"
-            if f"{prefix}gate" not in tensors:
-                return
             gate, up = tensors[f"{prefix}gate"].array(), tensors[f"{prefix}up"].array()
         g = x @ gate.T
         hidden = g / (1 + np.exp(-g)) * (x @ up.T)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
+from ..checkpoint import layout
 from ..checkpoint.moments import Moments
 from ..config import SETTINGS
 from ..errors import SettingError, did_you_mean
@@ -179,17 +180,24 @@ def _weights(box, reference, cut: list[texts.Window], progress: bool) -> tuple[p
     from ..engine.taps import tapped
 
     some = cut[:: max(1, -(-sum(len(w.ids) for w in cut) // MOMENT_TOKENS))]
-    layers = list(range(box.config.num_layers))
+    layers, files = list(range(box.config.num_layers)), layout.container_files(box.config, 1)
     room = max(1, MOMENT_BYTES // Moments.bytes_per_layer(box.config))
     tables = []
     for first in range(0, len(layers), room):
         chosen = set(layers[first : first + room])
-        moments = Moments(reference.container, chosen, head=not first)
+        chosen |= {None} if not first else set()
+        tensors = [
+            (f, t)
+            for f, specs in files.items()
+            if layout.layer_of(f) in chosen
+            for t in specs
+            if specs[t].part != "float"
+        ]
+        moments = Moments(reference.container, tensors)
         with tapped(reference.engine, moments):
             for one in some:
                 reference.logits(one.ids)
         moments.finish()
-        chosen |= {None} if not first else set()
         tables.append(compare_matrices(box, reference.container, moments.of, chosen, progress))
     matrices, blocks = zip(*tables, strict=True)
     return pd.concat(matrices, ignore_index=True), pd.concat(blocks, ignore_index=True)
