@@ -66,7 +66,10 @@ def compare_plan(model: Path, grid: list[dict]) -> pd.DataFrame:
     rows = []
     for settings in grid:
         run = run_child(
-            model, TEXT, settings={**settings, "prefault": True}, generate={**GREEDY, "max_tokens": settings["max_seq_len"] // 2}
+            model,
+            TEXT,
+            settings={**settings, "prefault": True},
+            generate={**GREEDY, "max_tokens": settings["max_seq_len"] // 2},
         )
         if run.reason:
             raise SystemExit(f"{settings}: {run.reason}")
@@ -101,7 +104,9 @@ def paging(model: Path) -> list[dict]:
         for request, length in zip(lab.engine.requests, lengths, strict=True):
             request.kv.reserve(length)
         held = lab.memory()["kv_cache_bytes"]
-        rows.append({"cache": kind, "page": page, "computed": kv_bytes(lab.config, lengths, lab.settings), "held": held})
+        rows.append(
+            {"cache": kind, "page": page, "computed": kv_bytes(lab.config, lengths, lab.settings), "held": held}
+        )
     naive = rows[0]["held"]
     return [{**row, "saved_percent": 100 * (1 - row["held"] / naive)} for row in rows]
 
@@ -124,7 +129,10 @@ def markdown(table: pd.DataFrame) -> str:
 def report(found: dict) -> str:
     lines = ["# Memory", "", f"{found['machine']}; bytes unless it says otherwise.", ""]
     lines += ["## Allocation and release, ns (1 GiB pool, fragmented)", ""]
-    lines += ["No row: the fragmented pool has no free run that long, and says so. malloc does not touch what it gives.", ""]
+    lines += [
+        "No row: the fragmented pool has no free run that long, and says so. malloc does not touch what it gives.",
+        "",
+    ]
     lines += [markdown(pd.DataFrame(found["latency"])), "", "![latency](memory_latency.png)", ""]
     for name, rows in found["plans"].items():
         lines += [f"## Plan against measured: {name}", ""]
@@ -151,7 +159,9 @@ def main() -> None:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     tiny = container_of("colibri-tiny")
-    found: dict = {"machine": f"{machine.cpu_name()}, {machine.cores()[0]} cores, {platform.system()} {platform.release()}"}
+    found: dict = {
+        "machine": f"{machine.cpu_name()}, {machine.cores()[0]} cores, {platform.system()} {platform.release()}"
+    }
     with tempfile.TemporaryDirectory(dir=args.large) as folder:
         table = latency(Path(folder))
         (args.output / "memory_latency.png").write_bytes(latency_picture(table).png())
