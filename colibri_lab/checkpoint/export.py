@@ -19,7 +19,14 @@ def export(directory: str | os.PathLike, archive: str | os.PathLike) -> list[str
     box = Container.open(directory, allow_fp32=True)
     Tokenizer(box.dir)
     top = box.dir.resolve().name
-    extra = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "router_calib.bin", "README.md")
+    extra = (
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "router_calib.bin",
+        "README.md",
+    )
     paths = [box.dir / name for name in extra if (box.dir / name).exists()]
     paths += [path for name in box.files for path in box.find(name)]
     with AtomicFile(archive) as file, tarfile.open(fileobj=file, mode="w") as tar:
