@@ -19,7 +19,14 @@ from .config import SETTINGS, Setting
 from .errors import ColibriError, SettingError, StorageError, did_you_mean
 
 # Modules that add their own sub-commands with `add_commands(subparsers)`; a command stores its function as `run`.
-EXTENSIONS: tuple[str, ...] = ("trace.cli", "bench_cli", "checkpoint.cli", "checkpoint.cli_formats", "tune.cli", "tune.cli_tune")
+EXTENSIONS: tuple[str, ...] = (
+    "trace.cli",
+    "bench_cli",
+    "checkpoint.cli",
+    "checkpoint.cli_formats",
+    "tune.cli",
+    "tune.cli_tune",
+)
 
 
 class Parser(argparse.ArgumentParser):
