@@ -52,8 +52,12 @@ def pool_map(lab, size: tuple[float, float] = (8.4, 3.4)) -> Picture:
     note = f"{pool}; a cell is {format_size(per_cell * BLOCK, binary=True)}; pale: reserved, not touched"
     ax.set_title(note, loc="right", fontsize=FONT_PT)
     used = {tag: counts["used_by_tag"][tag] for tag in TAGS if counts["used_by_tag"][tag]}
-    handles = [Patch(color=LIGHT[TAG_COLORS[tag]], label=f"{TAG_NAMES[tag]} {format_size(n)}") for tag, n in used.items()]
-    handles.append(Patch(facecolor=LIGHT["absent"], edgecolor=LIGHT["rule"], label=f"free {format_size(counts['free_bytes'])}"))
+    handles = [
+        Patch(color=LIGHT[TAG_COLORS[tag]], label=f"{TAG_NAMES[tag]} {format_size(n)}") for tag, n in used.items()
+    ]
+    handles.append(
+        Patch(facecolor=LIGHT["absent"], edgecolor=LIGHT["rule"], label=f"free {format_size(counts['free_bytes'])}")
+    )
     fig.legend(handles=handles, fontsize=FONT_PT, ncols=5, loc="outside lower center", frameon=False, columnspacing=1.2)
     return fig
 
@@ -123,7 +127,9 @@ def plan_bar(lab, size: tuple[float, float] = (8.4, 2.9)) -> Picture:
         sizes = np.array([row[part] for row in rows.values()]) / 1e6
         if sizes.any():
             label = f"{what.split(',')[0]} {format_size(lab.plan[part])}"
-            ax.barh(list(rows), sizes, left=left, color=LIGHT[PART_COLORS[part]], edgecolor="white", lw=0.6, label=label)
+            ax.barh(
+                list(rows), sizes, left=left, color=LIGHT[PART_COLORS[part]], edgecolor="white", lw=0.6, label=label
+            )
             left += sizes
     for y, (row, end) in enumerate(zip(rows.values(), left, strict=True)):
         ax.text(end, y, f" {format_size(row['total_bytes'])}", va="center", fontsize=FONT_PT)
@@ -133,7 +139,9 @@ def plan_bar(lab, size: tuple[float, float] = (8.4, 2.9)) -> Picture:
     ax.set_xlabel("MB (10^6 bytes)", fontsize=FONT_PT)
     ax.tick_params(labelsize=FONT_PT)
     ax.spines[["top", "right"]].set_visible(False)
-    fig.legend(fontsize=FONT_PT, ncols=3, loc="outside lower center", frameon=False, columnspacing=1.2, handlelength=1.2)
+    fig.legend(
+        fontsize=FONT_PT, ncols=3, loc="outside lower center", frameon=False, columnspacing=1.2, handlelength=1.2
+    )
     return fig
 
 
@@ -256,7 +264,9 @@ def latency_picture(table: pd.DataFrame, size: tuple[float, float] = (8.4, 3.2))
         for allocator, rows in table[table["bytes"] == wanted].groupby("allocator"):
             color, dash, mark = styles.get(allocator, ("other", "-", "x"))
             rows = rows.sort_values("occupancy")
-            ax.plot(100 * rows.occupancy, rows.median_ns, color=LIGHT[color], ls=dash, marker=mark, ms=4, label=allocator)
+            ax.plot(
+                100 * rows.occupancy, rows.median_ns, color=LIGHT[color], ls=dash, marker=mark, ms=4, label=allocator
+            )
         ax.set_title(format_size(wanted, binary=True), fontsize=FONT_PT)
         ax.set_yscale("log")
         ax.set_xlabel("% of the pool in use", fontsize=FONT_PT)
