@@ -295,3 +295,50 @@ def check_replay(module) -> Iterator[Case]:
         wanted = lru_hits(events, slots)
         yield f"lru, {slots} slots: hits", abs(float(module.replay(stream, "lru", slots)["hits"].sum() - wanted)), 0.0
         yield f"lru curve at {slots} slots", abs(float(curve[1 : slots + 1].sum() - wanted)), 0.0
+
+
+def check_memory_pool(module) -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    for blocks in (1, 63, 65, 257):
+        pool, owner, runs, wrong = module.MemoryPool(blocks * 4096, 4096), np.zeros(blocks, np.uint8), [], 0
+        for tag in rng.integers(1, 8, 200).tolist():
+            if runs and tag < 4:
+                at, count = runs.pop(int(rng.integers(len(runs))))
+                pool.release(at * 4096)
+                owner[at : at + count] = 0
+            count = int(rng.integers(1, 9))
+            free = [at for at in range(blocks - count + 1) if not owner[at : at + count].any()]
+            at = pool.allocate(count * 4096, False, tag)
+            wrong += at != (free[0] * 4096 if free else -1)
+            if at >= 0:
+                runs.append((at // 4096, count))
+                owner[at // 4096 :][:count] = tag
+            wrong += int((pool.snapshot() != owner).sum())
+        yield f"{blocks} blocks, lowest run first", float(wrong), 0.0
+
+
+def check_arena(module) -> Iterator[Case]:
+    def no_more(needed: int):
+        raise MemoryError(needed)
+
+    rng = np.random.default_rng(0)
+    memory = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)  # page-aligned
+    arena, used, most, wrong = module.Arena(no_more, True), 0, 0, 0
+    arena.add_chunk(memory)
+    for size in rng.integers(1, 500, 300).tolist():
+        mark, before = arena.mark(), used
+        for n in (size, size // 2 + 1):
+            array = arena.take((n,), np.float32)
+            wrong += array.ctypes.data - memory.ctypes.data != used
+            array[:] = n
+            used += -(-4 * n // 64) * 64 + 64  # and a red zone
+            most = max(most, used)
+        if size % 3 or used > 900_000:
+            arena.rewind(mark)
+            used = before
+        if used > 800_000:
+            arena.reset()
+            used = 0
+    counts = arena.counts()
+    wrong += (counts["used_bytes"] != used) + (counts["high_water_bytes"] != most)
+    yield "positions, use and high-water mark", float(wrong), 0.0

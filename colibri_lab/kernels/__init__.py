@@ -36,8 +36,8 @@ from .store import cache_root, cpp_dir, sources
 from .toolchain import preflight
 
 __all__ = [
-    "Draft", "build", "cache_root", "check", "configure", "cpp_dir", "cpu_features", "load", "names", "preflight",
-    "reference", "reload", "simd", "source", "versions",
+    "Draft", "build", "cache_root", "check", "checked", "configure", "cpp_dir", "cpu_features", "load", "names",
+    "preflight", "reference", "reload", "simd", "source", "versions",
 ]  # fmt: skip
 
 Case = tuple[str, float, float]  # name of the case, largest error, tolerance
@@ -138,6 +138,19 @@ def reference(name: str) -> Callable:
     return register
 
 
+def _checks() -> dict[str, Callable[[types.ModuleType], Iterable[Case]]]:
+    """Every parity check there is, by kernel; what was registered comes before what the package brings."""
+    found = {}
+    if importlib.util.find_spec("colibri_lab.reference"):
+        found = vars(importlib.import_module("colibri_lab.reference"))
+    return {key.removeprefix("check_"): value for key, value in found.items() if key.startswith("check_")} | _references
+
+
+def checked() -> list[str]:
+    """Names of the kernels that `check` can compare with a reference."""
+    return [name for name in names() if name in _checks()]
+
+
 def check(name: str, module: types.ModuleType | None = None) -> list[Case]:
     """Compare the kernel, or another version of it, with its plain numpy reference; a (case, max_error, tolerance) for
     each comparison made.
@@ -145,10 +158,7 @@ def check(name: str, module: types.ModuleType | None = None) -> list[Case]:
     The reference is what `reference(name)` registered, else `check_<name>` of colibri_lab.reference.
     Raises KernelError when an error is above its tolerance or is NaN, SettingError when there is no such check.
     """
-    known = dict(_references)
-    if name not in known and importlib.util.find_spec("colibri_lab.reference"):
-        found = vars(importlib.import_module("colibri_lab.reference"))
-        known |= {key.removeprefix("check_"): value for key, value in found.items() if key.startswith("check_")}
+    known = _references if name in _references else _checks()
     if name not in known:
         raise SettingError(f"no check for kernel {name!r}; {did_you_mean(name, known)}")
     cases = list(known[name](load(name) if module is None else module))
