@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py [--large DIR] [--output benchmarks/results]
 
-Writes memory.md, memory.json and memory_latency.png. The large model (4.8 GB of experts) is made in DIR, or in a temporary
-folder, converted, and removed again; it needs 10 GB of disk for some minutes. Without --large and --with-large only the
-shipped model is measured.
+Writes memory.md, memory.json and memory_latency.png. The large model (4.8 GB of experts) is made in DIR, or in a
+temporary folder, converted, and removed again; it needs 10 GB of disk for some minutes. Without --large and
+--with-large only the shipped model is measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 // Time of one allocation and its release, the pool against malloc, at several degrees of occupancy. Prints CSV.
 //
-// The pool (1 GiB) is filled with runs of 1 to 64 blocks at random and thinned out at random to the wanted occupancy, which
-// leaves it about as fragmented as it gets. malloc gets the same history. "first fit by block" is the search a bitmap
-// without words and second level would make.
+// The pool (1 GiB) is filled with runs of 1 to 64 blocks at random and thinned out at random to the wanted occupancy,
+// which leaves it about as fragmented as it gets. malloc gets the same history. "first fit by block" is the search a
+// bitmap without words and second level would make.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

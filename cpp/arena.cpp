@@ -1,7 +1,7 @@
 // cppimport: arenas whose allocations are numpy arrays.
 //
-// An engine asks for the same shapes at the same places in every layer and step, so each array is made once and handed out
-// again: `take` then costs a table look-up and creates no Python object.
+// An engine asks for the same shapes at the same places in every layer and step, so each array is made once and handed
+// out again: `take` then costs a table look-up and creates no Python object.
 #include "arena_core.hpp"
 
 #include <nanobind/stl/optional.h>

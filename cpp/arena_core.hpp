@@ -1,12 +1,13 @@
 // Scratch memory of one phase of one request: allocating is aligning and adding, nothing is freed singly.
 //
-// `rewind(mark)` gives back everything allocated since the mark, `reset` everything; the high-water mark stays. Memory comes
-// in chunks from the caller. When they are full `allocate` answers null; the caller may add a chunk, which moves nothing
-// that was handed out. Positions are counted over all chunks. Not thread-safe: every request has arenas of its own.
+// `rewind(mark)` gives back everything allocated since the mark, `reset` everything; the high-water mark stays. Memory
+// comes in chunks from the caller. When they are full `allocate` answers null; the caller may add a chunk, which moves
+// nothing that was handed out. Positions are counted over all chunks. Not thread-safe: every request has arenas of its
+// own.
 //
-// With `checks`, memory that is not handed out holds the byte 0xff (NaN as a float, -1 as an integer) and each allocation is
-// followed by a red zone of it. A write past an end or after a rewind is then found at the next rewind or allocation. Under
-// AddressSanitizer every such access is caught at once.
+// With `checks`, memory that is not handed out holds the byte 0xff (NaN as a float, -1 as an integer) and each
+// allocation is followed by a red zone of it. A write past an end or after a rewind is then found at the next rewind or
+// allocation. Under AddressSanitizer every such access is caught at once.
 #pragma once
 #include <algorithm>
 #include <chrono>

@@ -1,4 +1,5 @@
-// cppimport: the memory pool, with its region as one numpy array. Calls keep the GIL, so snapshots from other threads are safe.
+// cppimport: the memory pool, with its region as one numpy array. Calls keep the GIL, so snapshots from other threads
+// are safe.
 #include "memory_pool_core.hpp"
 
 #include <memory>

@@ -1,4 +1,5 @@
-"""A checkpoint of any supported family at any size, with seeded random weights: real memory and real reads, no download.
+"""A checkpoint of any supported family at any size, with seeded random weights: real memory and real reads, no
+download.
 
 Weights are normal with the standard deviation that such models start training with; the text such a model writes means
 nothing. Everything is streamed: memory does not grow with the model. The same arguments write the same bytes, and a

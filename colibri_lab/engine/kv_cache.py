@@ -1,9 +1,10 @@
 """Keys and values of the tokens so far, in pages out of the memory pool.
 
-A page holds `page_size` positions of every layer: [layer][keys, values][position][kv_head][head_dim], float32 or float16. A
-sequence's page table maps positions to pages. `paged` takes a page when the sequence reaches it; `naive` is a single page as
-long as max_seq_len. Both give everything back at the end, and the kernels read both through the page table, so they cannot
-differ in results. Sequences may begin with the same pages: those are counted, and copied when one of them writes.
+A page holds `page_size` positions of every layer: [layer][keys, values][position][kv_head][head_dim], float32 or
+float16. A sequence's page table maps positions to pages. `paged` takes a page when the sequence reaches it; `naive` is
+a single page as long as max_seq_len. Both give everything back at the end, and the kernels read both through the page
+table, so they cannot differ in results. Sequences may begin with the same pages: those are counted, and copied when one
+of them writes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The memory pool and the arenas, seen from Python. The engine computes in memory from here and from nowhere else.
 
-One pool per open model: expert slots come from its coarse view, KV pages, rotary tables and arenas from its fine view. A
-request has four arenas: `prefill` and `decode` hold a step's activations, `router` and `expert_compute` what one layer's
-routing and experts need. A layer's temporaries go when the layer is done, so the peak does not depend on how many layers
-there are; everything goes at the end of the step.
+One pool per open model: expert slots come from its coarse view, KV pages, rotary tables and arenas from its fine view.
+A request has four arenas: `prefill` and `decode` hold a step's activations, `router` and `expert_compute` what one
+layer's routing and experts need. A layer's temporaries go when the layer is done, so the peak does not depend on how
+many layers there are; everything goes at the end of the step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class MemoryPool:
     """One region of memory, handed out in runs of 4 KiB blocks; offsets and sizes in bytes.
 
     `unit` is what the coarse view counts in. There is no realloc: a run that was handed out neither moves nor grows, so
-    release it and allocate another. With `power_of_two` other sizes are refused. Above `warn_above` (a share of the pool;
-    None: never) the pool warns once. Nothing is touched before use unless `prefault`.
+    release it and allocate another. With `power_of_two` other sizes are refused. Above `warn_above` (a share of the
+    pool; None: never) the pool warns once. Nothing is touched before use unless `prefault`.
 
     Raises `SettingError` for a size that breaks the power-of-two rule, `MemoryPlanError` for one that the machine does
     not have; both before anything is allocated. Not thread-safe, but `counts`, `snapshot` and `touched` may be called
@@ -121,8 +121,8 @@ class MemoryPool:
         return c
 
     def fragmentation(self) -> dict[str, float]:
-        """external: share of the free bytes outside the largest free run; internal: share of the used bytes that rounding
-        up to blocks and units took. 0 is none."""
+        """external: share of the free bytes outside the largest free run; internal: share of the used bytes that
+        rounding up to blocks and units took. 0 is none."""
         c = self._core.counts()
         return {
             "external": 1 - c["largest_run_bytes"] / c["free_bytes"] if c["free_bytes"] else 0.0,
@@ -174,7 +174,8 @@ class Extra:
 
 
 class Arenas:
-    """The four arenas of one request, out of the pool. Each is a kernel `Arena` (cpp/arena.cpp): take, mark, rewind, reset.
+    """The four arenas of one request, out of the pool. Each is a kernel `Arena` (cpp/arena.cpp): take, mark, rewind,
+    reset.
 
     `sizes` are bytes by name. With `growing` they are first sizes: a full arena takes another chunk from the pool, as
     large as all it has, and merges its chunks at the end of the step, when nothing points into them. Otherwise a full
@@ -192,7 +193,8 @@ class Arenas:
             self._add_chunk(name, sizes[name])
 
     def beyond_plan(self, allowed: bool) -> None:
-        """Whether a step may need more than was planned: a router in the place of the model's may choose more experts."""
+        """Whether a step may need more than was planned: a router in the place of the model's may choose more
+        experts."""
         self._extra.allowed = allowed
 
     def of(self, phase: str):

@@ -1,7 +1,7 @@
 """How many bytes an engine takes from its memory pool: a function of the model's and the runtime settings alone.
 
-The engine sizes its pool with these numbers and `colibri_lab.memory_plan` shows them, so the plan cannot differ from what
-is allocated. The walk below takes and rewinds as engine.py does; a test holds the two together.
+The engine sizes its pool with these numbers and `colibri_lab.memory_plan` shows them, so the plan cannot differ from
+what is allocated. The walk below takes and rewinds as engine.py does; a test holds the two together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def blocks(size: int) -> int:
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Bytes and counts of everything in the pool; arenas, pages and logits are those of `requests` requests together."""
+    """Bytes and counts of everything in the pool; arenas, pages and logits are those of `requests` requests
+    together."""
 
     slot_bytes: int
     slots: int
@@ -107,7 +108,8 @@ def arena_peaks(config: ModelConfig, tokens: int, settings: dict) -> dict[str, i
 
 
 def scratch_ratio(config: ModelConfig, settings: dict) -> float:
-    """Bytes that the arenas reserve over the bytes that their arrays have at the peak, without alignment or rounding."""
+    """Bytes that the arenas reserve over the bytes that their arrays have at the peak, without alignment or
+    rounding."""
     tokens = min(settings["prefill_chunk"], settings["max_seq_len"])
     tallies = _widest(config, tokens, settings)
     return sum(blocks(tally.peak) for tally in tallies.values()) / sum(tally.requested for tally in tallies.values())

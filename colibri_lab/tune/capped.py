@@ -1,8 +1,9 @@
 """A generation in a child process, optionally under a hard memory limit; what it took, and why it ended when it did.
 
-What enforces the limit: RLIMIT_DATA, which Linux (since 4.7) applies to all private writable memory, so that an allocation
-beyond it fails inside the child; and this process, which watches the child's resident memory and kills it above the limit,
-as the system's out-of-memory killer would. RLIMIT_RSS is ignored by Linux, and RLIMIT_AS would count what is only reserved.
+What enforces the limit: RLIMIT_DATA, which Linux (since 4.7) applies to all private writable memory, so that an
+allocation beyond it fails inside the child; and this process, which watches the child's resident memory and kills it
+above the limit, as the system's out-of-memory killer would. RLIMIT_RSS is ignored by Linux, and RLIMIT_AS would count
+what is only reserved.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def run_child(
 ) -> ChildRun:
     """Open `model` in a child with `settings`, generate, measure.
 
-    limited: the limit is the plan plus `MARGIN`, on top of what the process holds before the model is opened. `limit`: that
-    many bytes instead, whatever the plan says. Linux only. Raises `SettingError` elsewhere; a child that dies is a result
-    with its likely reason, not an exception.
+    limited: the limit is the plan plus `MARGIN`, on top of what the process holds before the model is opened. `limit`:
+    that many bytes instead, whatever the plan says. Linux only. Raises `SettingError` elsewhere; a child that dies is a
+    result with its likely reason, not an exception.
     """
     if not sys.platform.startswith("linux"):
         raise SettingError("run_child measures through /proc, which only Linux has")

@@ -1,7 +1,8 @@
 """How much memory a model takes, exactly, before anything is allocated.
 
-The parts are those that `Lab.memory` measures. Where a part depends on the run (KV cache, pages of the embedding that are
-looked up) the plan counts the most it can become. Read-only mapped files count whole; the system can take their pages back.
+The parts are those that `Lab.memory` measures. Where a part depends on the run (KV cache, pages of the embedding that
+are looked up) the plan counts the most it can become. Read-only mapped files count whole; the system can take their
+pages back.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ PARTS = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a memory plan needs to know of a model, converted or not yet. Bytes; `block_file_bytes` of the largest block."""
+    """What a memory plan needs to know of a model, converted or not yet. Bytes; `block_file_bytes` of the largest
+    block."""
 
     name: str
     config: ModelConfig

@@ -65,7 +65,8 @@ def pool_map(lab, size: tuple[float, float] = (8.4, 3.4)) -> Picture:
 def pool_cells(snapshot: np.ndarray, touched: np.ndarray | None = None) -> tuple[np.ndarray, int]:
     """(cells as RGB float (rows, columns, 3), blocks in a cell): each the mean colour of its blocks.
 
-    snapshot, touched: uint8 (blocks,) as `MemoryPool.snapshot` and `touched` give them; without the latter nothing is pale.
+    snapshot, touched: uint8 (blocks,) as `MemoryPool.snapshot` and `touched` give them; without the latter nothing is
+    pale.
     """
     colors = np.array([to_rgb(LIGHT["absent"])] + [to_rgb(LIGHT[TAG_COLORS[tag]]) for tag in TAGS])
     blocks = colors[snapshot]
@@ -84,7 +85,8 @@ def pool_cells(snapshot: np.ndarray, touched: np.ndarray | None = None) -> tuple
 
 
 def record_arenas(lab, prompt: str, samples: int = 20_000, **generate) -> dict[str, np.ndarray]:
-    """Generate, and return the bytes in use of each arena over time: int64 (n, 2) of nanoseconds and bytes, by arena."""
+    """Generate, and return the bytes in use of each arena over time: int64 (n, 2) of nanoseconds and bytes, by
+    arena."""
     arenas = lab.engine.request.arenas
     arenas.record(samples)
     try:
@@ -251,8 +253,8 @@ def _png(cells: np.ndarray, zoom: int = 6) -> bytes:
 def latency_picture(table: pd.DataFrame, size: tuple[float, float] = (8.4, 3.2)) -> Picture:
     """Time of one allocation and release against how full the pool is, beside malloc.
 
-    table: columns `allocator`, `bytes`, `occupancy` (0-1), `median_ns`, `p99_ns`, as benchmarks/memory.py writes it. Raises
-    `SettingError` when it is empty.
+    table: columns `allocator`, `bytes`, `occupancy` (0-1), `median_ns`, `p99_ns`, as benchmarks/memory.py writes it.
+    Raises `SettingError` when it is empty.
     """
     if not len(table):
         raise SettingError("no latencies to draw: run benchmarks/memory.py first")

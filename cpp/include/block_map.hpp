@@ -1,7 +1,8 @@
 // Which blocks of a region are taken: one bit a block, and above it one bit a word of 64 blocks that says "all taken".
 //
 // Searching a run of free blocks goes word by word and skips taken stretches 4096 blocks at a time, so a nearly full
-// region is searched about as fast as an empty one. Inside a word, runs are found by folding (x & x >> n), not bit by bit.
+// region is searched about as fast as an empty one. Inside a word, runs are found by folding (x & x >> n), not bit by
+// bit.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -100,7 +101,8 @@ class BlockMap {
         return -1;
     }
 
-    // First block of the highest run of `count` free blocks that begins a whole number of `unit`s before the end, or -1.
+    // First block of the highest run of `count` free blocks that begins a whole number of `unit`s before the end, or
+    // -1.
     int64_t highest_run(int64_t count, int64_t unit) const {
         for (int64_t end = blocks_;;) {
             int64_t at = blocks_ - (blocks_ - end + count + unit - 1) / unit * unit;

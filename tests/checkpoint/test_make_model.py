@@ -1,4 +1,5 @@
-"""Random checkpoints: any family, seeded, cut into files or not, readable by others and usable through convert and open."""
+"""Random checkpoints: any family, seeded, cut into files or not, readable by others and usable through convert and
+open."""
 
 from __future__ import annotations
 

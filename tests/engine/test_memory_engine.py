@@ -1,4 +1,5 @@
-"""The engine in its memory: what it uses is what was planned, whatever the family, and no setting of it changes a token."""
+"""The engine in its memory: what it uses is what was planned, whatever the family, and no setting of it changes a
+token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""C++ programs under AddressSanitizer and UBSan: `native("block_map")` builds and runs `block_map_main.cpp` of this folder.
+"""C++ programs under AddressSanitizer and UBSan: `native("block_map")` builds and runs `block_map_main.cpp` of this
+folder.
 
 A program takes the words it is given, checks a kernel's core without Python, prints nothing and returns 0. One
 program per core; builds are kept for the whole session.

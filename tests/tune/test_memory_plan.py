@@ -1,4 +1,5 @@
-"""The memory plan comes true: exactly in what is allocated, within 2 % in what the process holds, and under a hard limit."""
+"""The memory plan comes true: exactly in what is allocated, within 2 % in what the process holds, and under a hard
+limit."""
 
 from __future__ import annotations
 
