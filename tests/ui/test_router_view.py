@@ -66,6 +66,10 @@ def test_panels_show_what_the_router_saw_and_chose(view, lab):
     assert sorted(np.flatnonzero(picks[0][3] >= 2)) == sorted(rows.expert)
     assert picks[0].shape == (6, 32) and (np.sum(picks[0] >= 2, axis=1) == 4).all()
     assert view._panels[3].spec["rows"][3] == "▸4"
+    before = lab.routes(lab.tokenizer.encode(TEXT)).query("layer == 4 and token == 4").expert
+    assert set(np.flatnonzero(picks[0][3] == 2)) == set(before) & set(rows.expert)
+    assert set(np.flatnonzero(picks[0][3] == 1)) == set(before) - set(rows.expert)
+    assert view._panels[3].spec["note"] == f"{(picks[0] == 2).sum()} of 24 also for the token before"
     said = view._verdict.value
     assert (
         "Layer 4 sends token 5" in said and frames.named(rows.expert.tolist()) in said and "As trained (k = 4)" in said
