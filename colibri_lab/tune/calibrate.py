@@ -21,6 +21,7 @@ from .storage_model import ModelledReader, Rates, Reader
 from .timeline import Costs, read_all, timeline
 
 MISS_S = 40e-6  # deciding a victim, queueing a read, waking a loader thread and being woken, where nothing ran yet
+MISS_MOST_S = 100e-6  # a larger slope is noise of a disturbed run
 LAYER_S = 300e-6  # a decode step's time in one layer beside moving weights, where no probe measured it
 KV_SLOWEST = 1e9  # bytes of keys and values per second, at least
 ESTIMATE_SPREAD = 0.35  # of costs that no run of this model has confirmed
@@ -165,7 +166,7 @@ def _fit(every: list[Step], used, served: Served, shape: Shape, lab, reads) -> t
     }
     routed = stage["expert_compute"] * (1 - _dense_share(shape))
     rest = column(lambda s: s.wall_s) - routed - stage["expert_load_wait"]
-    managed = _slope(misses[used], stage["other"][used])
+    managed = min(MISS_MOST_S, _slope(misses[used], stage["other"][used]))
     rest = rest - managed * misses
     at = sum(step.tokens for step in prefill) + np.arange(len(steps), dtype=float)
     # A position adds its keys and values to read; noise in a short run must not pass for more than reading them slowly.
