@@ -237,16 +237,14 @@ class CacheTuner(W.VBox):
             raise TraceError(f"cache_tuner: {NOTHING}")
 
     def _make_controls(self) -> None:
-        wide = {"layout": W.Layout(width="auto"), "style": {"description_width": "70px"}}
-        self.trace = W.Dropdown(
-            options=list(self.subjects), description="trace", tooltip="whose routing is replayed", **wide
-        )
-        self.slots = W.IntSlider(
-            16, 1, 64, description="slots", tooltip="slots of the expert cache; one slot holds one expert", **wide
-        )
+        def shown(name: str, tooltip: str) -> dict:  # a layout each, since the trace's may be hidden
+            style = {"description_width": "70px"}
+            return {"description": name, "tooltip": tooltip, "layout": W.Layout(width="auto"), "style": style}
+
+        self.trace = W.Dropdown(options=list(self.subjects), **shown("trace", "whose routing is replayed"))
+        self.slots = W.IntSlider(16, 1, 64, **shown("slots", "slots of the expert cache; one slot holds one expert"))
         self.choices = {
-            name: W.Dropdown(options=CHOICES.get(name, ()), description=name, tooltip=TOOLTIPS[name], **wide)
-            for name in TOOLTIPS
+            name: W.Dropdown(options=CHOICES.get(name, ()), **shown(name, text)) for name, text in TOOLTIPS.items()
         }
         self.token = W.IntSlider(
             0, 0, 0, description="step", tooltip="the step whose experts are shown",

@@ -89,7 +89,7 @@ def reads(run: Any, baseline=None, empty: str = "") -> Frame:
     )
 
 
-def all_runs(done: Sequence[Any], shown: Any = None, empty: str = "") -> Frame:
+def all_runs(done: Sequence[Any], shown: Any = None, coming: str = "", empty: str = "") -> Frame:
     """Speed against hit rate, a point per run, named by its slots: a higher hit rate is not a higher speed."""
     points = [(r, 100 * r.hit_rate, r.decode_tokens_per_s) for r in done[-SHOWN:] if r.hit_rate is not None]
     marks = tuple(
@@ -109,7 +109,7 @@ def all_runs(done: Sequence[Any], shown: Any = None, empty: str = "") -> Frame:
         np.zeros((0, 0), np.float32),
         xlim=(0, 100),
         ylim=(0, axis_top([speed for *_, speed in points])),
-        note="star: this run" if marks else "",
+        note=coming or ("star: this run" if marks else ""),
         marks=marks,
         empty=empty,
     )

@@ -306,6 +306,7 @@ class ProfileView(W.VBox):
             if self._quiet:
                 return
             self._memory.value = self._memory_html()
+            self._panels[RUNS].show(self._frame(RUNS, f"next: {self.controls['slots'].value} slots"))
         self.start()
 
     def _on_copy(self, _) -> None:
@@ -336,7 +337,8 @@ class ProfileView(W.VBox):
     def _other(self) -> Run | None:
         return None if self.kept is self.run else self.kept
 
-    def _frame(self, panel: int) -> Frame:
+    def _frame(self, panel: int, coming: str = "") -> Frame:
+        """`coming` names the run that has been asked for, so that a moved control shows before the model has answered."""
         run, kept = self.run, self._other()
         source, empty = ([], EMPTY) if run is None else (run, "")
         if panel == LATENCY:
@@ -344,7 +346,9 @@ class ProfileView(W.VBox):
         if panel == SHARE:
             return frames.stage_share(source, kept, empty)
         return (
-            profile_frames.reads(run, kept, empty) if panel == READS else profile_frames.all_runs(self.runs, run, empty)
+            profile_frames.reads(run, kept, empty)
+            if panel == READS
+            else profile_frames.all_runs(self.runs, run, coming, empty)
         )
 
     def _said(self) -> list[str]:

@@ -408,3 +408,5 @@ def test_every_control_has_a_name_and_a_tooltip(view):
     for control in (view.trace, view.slots, *view.choices.values(), view.token, *view.buttons.values()):
         assert control.description and control.tooltip
     assert isinstance(view, CacheTuner)
+    assert view.trace.layout.display == "none"  # there is one trace only
+    assert all(c.layout.display is None for c in (view.slots, *view.choices.values(), view.token))

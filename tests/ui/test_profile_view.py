@@ -104,6 +104,21 @@ def test_a_moved_control_runs_again_over_the_kept_run(view):
     assert view.kept is view.run and view._panels[2].spec["note"] == ""
 
 
+def test_a_moved_control_shows_before_the_model_answers(view, monkeypatch):
+    view.run_once()
+    go, stream = threading.Event(), view.lab.stream
+
+    def slow(prompt, **generate):
+        go.wait(10)
+        return stream(prompt, **generate)
+
+    monkeypatch.setattr(view.lab, "stream", slow)
+    view.controls["slots"].value = 9
+    assert view._panels[3].spec["note"] == "next: 9 slots"
+    go.set()
+    assert view.wait(10) and view._panels[3].spec["note"] == "star: this run"
+
+
 def test_memory_is_shared_by_slots_and_page_cache(view):
     view.run_once(storage="modelled", disk="200 MB/s", slots=10, memory_mb=17.7)
     slots = 10 * 6 * view.lab.slot_bytes
