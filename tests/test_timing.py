@@ -45,7 +45,7 @@ def test_a_contender_that_lost_its_cores_is_tried_again_but_not_for_ever():
 
     timing = race({"starved": starved}, rounds=2, budget_s=1e-9, patience=3)["starved"]
     assert len(timing.samples) == 6 and timing.clean == 0 and not timing.trusted
-    assert all(s.held == 0.2 for s in timing.samples)
+    assert all(s.held <= 0.2 for s in timing.samples)  # the process itself may have held less
 
 
 def test_a_sleeping_process_is_not_taken_for_a_starved_one():
