@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colibri_lab as cl
@@ -19,6 +19,7 @@ from colibri_lab.checkpoint.convert import convert
 from colibri_lab.engine.tokenizer import Tokenizer
 from colibri_lab.errors import ModelError, SettingError
 from colibri_lab.quality import Text, compare, quality_report, stdlib_texts, windows
+from colibri_lab.quality.calibration_texts import write_calibration
 from colibri_lab.quality.logits import bootstrap_ratio, frequency_distance, log_softmax
 from colibri_lab.quality.texts import file_text, prompt_texts
 from colibri_lab.quality.weights import relative_error, zero_shares
@@ -150,6 +151,7 @@ def test_a_lost_block_is_named_by_the_report(tmp_path):
     assert not lost["int4-g32"].lost.any() or values.shape[1] <= 32
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=5))
 def test_bytes_of_tokens_add_up_to_the_text(texts):
     tokenizer = Tokenizer(ORACLE.parent.parent / "data/colibri-tiny")
@@ -257,3 +259,26 @@ def test_other_models_and_texts_that_cannot_be_used_are_refused(containers, tmp_
         file_text(tmp_path / "empty.txt")
     with pytest.raises(ModelError, match="fewer than two tokens"):
         windows([Text("one", "a")], Tokenizer(ORACLE / "glm4_moe"))
+
+
+def test_calibration_texts_of_the_library_and_of_the_model_itself(containers, tmp_path, capsys):
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps({"a": [{"name": "one", "text": "The king"}], "b": [{"name": "two", "text": "def "}]}))
+    path = tmp_path / "calib.json"
+    model = ["--model", str(containers("bf16")), "--prompts", str(prompts), "--own", "3"]
+    assert cli.main(["calibration-data", "--output", str(path), "--texts", "20", *model]) == 0
+    assert f"{path}: 20 texts" in capsys.readouterr().out
+    texts = [entry["text"] for entry in json.loads(path.read_text())]
+    assert [t.startswith(p) for t, p in zip(texts, ("The king", "def ", "The king"))] == [True] * 3
+    assert texts[0] != texts[2] and len(texts[0]) > 20
+    held = "".join(t.text for t in stdlib_texts())
+    assert not any(text in held for text in texts[3:] if len(text) > 300)
+    write_calibration(
+        tmp_path / "again.json", 20, lab=cl.open(containers("bf16")), prompts=prompt_texts(prompts), own=3
+    )
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+    with pytest.raises(SettingError, match="continuations need both a model and prompts"):
+        write_calibration(path, prompts=prompt_texts(prompts))
+    prompts.write_text('{"a": ["text"]}')
+    with pytest.raises(ModelError, match="prompts.json: a: expected a list of objects with a name and a text"):
+        prompt_texts(prompts)

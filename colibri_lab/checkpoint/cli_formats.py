@@ -1,4 +1,4 @@
-"""The commands about number formats: `quantize` and `quality`."""
+"""The commands about number formats: `quantize`, `calibration-data` and `quality`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..cli import add_settings, command, count, given_settings, print_json
 
 
 def add_commands(commands) -> None:
-    """Add both to `commands`, the sub-parsers of the main command line."""
+    """Add all three to `commands`, the sub-parsers of the main command line."""
     p = command(commands, "quantize", quantize, "make a quantised container from a 16-bit one")
     _add_directory(p, "16-bit container")
     p.add_argument("--output", "--output-dir", metavar="DIR", required=True, help="container to write")
@@ -18,6 +18,16 @@ def add_commands(commands) -> None:
     )  # fmt: skip
     add_format_options(p)
     p.add_argument("--overwrite", action="store_true", help="replace a container that is already there")
+
+    p = command(commands, "calibration-data", calibration_data, "texts to calibrate on, where there are no better ones")
+    p.add_argument("--output", metavar="FILE", required=True, help="calibration file to write")
+    p.add_argument(
+        "--texts", type=count, default=1024, metavar="N", help="how many, of Python's own library (default: 1024)"
+    )
+    p.add_argument("--model", "--model-dir", metavar="DIR", help="model whose own continuations are to be among them")
+    p.add_argument("--prompts", metavar="FILE", help='what it continues: JSON {"kind": [{"name": …, "text": …}]}')
+    p.add_argument("--own", type=count, default=128, metavar="N", help="continuations, with --model (default: 128)")
+    p.add_argument("--seed", type=count, default=0, metavar="N", help="of the continuations (default: 0)")
 
     p = command(commands, "quality", quality, "what a quantised model loses against its 16-bit original")
     _add_directory(p, "model to measure")
@@ -67,6 +77,19 @@ def quantize(args: argparse.Namespace) -> int:
 
     names = ("group_size", "tensors", "plan", "calibration_data", "calibration_tokens", "overwrite")
     print(quantize(args.model, args.output, args.quant_type, **{name: getattr(args, name) for name in names}))
+    return 0
+
+
+def calibration_data(args: argparse.Namespace) -> int:
+    """Write a calibration file."""
+    from ..front import open_model
+    from ..quality.calibration_texts import write_calibration
+    from ..quality.texts import prompt_texts
+
+    prompts = prompt_texts(args.prompts) if args.prompts else None
+    lab = open_model(args.model) if args.model else None
+    number = write_calibration(args.output, args.texts, lab=lab, prompts=prompts, own=args.own, seed=args.seed)
+    print(f"{args.output}: {number} texts")
     return 0
 
 

@@ -18,15 +18,6 @@ RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Of one model on windows: nll float64 (windows,) in nats, summed over predicted tokens; routes: MoE layer → one
-    (tokens, k) array of sorted expert ids per window."""
-
-    nll: np.ndarray
-    routes: dict[int, list[np.ndarray]]
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Of a model with its reference. `windows`: text, tokens, bytes, nll, reference_nll (nats), kl (nats, summed), a row per
     window; `layers`: layer, router_agreement, frequency_distance."""
@@ -106,35 +97,54 @@ def _run(lab, window: Window) -> tuple[np.ndarray, dict[int, np.ndarray]]:
 
 def compare(lab, reference, windows: list[Window], progress: bool = True) -> Comparison:
     """Both models on the same windows. Raises `ModelError` when their vocabularies or layers differ."""
-    a, b = lab.config, reference.config
-    if (a.vocab_size, a.moe_layers, a.num_experts) != (b.vocab_size, b.moe_layers, b.num_experts):
-        raise ModelError(
-            f"{lab.path} and {reference.path} are different models: {a.vocab_size} and {b.vocab_size} tokens, "
-            f"{len(a.moe_layers)} and {len(b.moe_layers)} layers of {a.num_experts} and {b.num_experts} experts"
-        )
-    rows, agreeing, tokens = [], dict.fromkeys(a.moe_layers, 0.0), 0
-    counts = {layer: np.zeros((2, a.num_experts)) for layer in a.moe_layers}
+    return compare_all([lab], reference, windows, progress)[0]
+
+
+def compare_all(labs: list, reference, windows: list[Window], progress: bool = True) -> list[Comparison]:
+    """Several models against one reference, which reads each window once; errors as in `compare`."""
+    found = [_Tally(lab, reference) for lab in labs]
     for window in tqdm(windows, unit="window", disable=not progress):
-        ours, our_routes = _run(lab, window)
-        theirs, their_routes = _run(reference, window)
-        target = window.ids[1:, None]
-        rows.append(
-            (
-                window.text, len(window.ids) - 1, window.predicted_bytes, -np.take_along_axis(ours, target, 1).sum(),
-                -np.take_along_axis(theirs, target, 1).sum(), (np.exp(theirs) * (theirs - ours)).sum(),
+        theirs = _run(reference, window)
+        for tally in found:
+            tally.add(window, _run(tally.lab, window), theirs)
+    return [tally.comparison() for tally in found]
+
+
+class _Tally:
+    """One model's side of a comparison, window by window."""
+
+    def __init__(self, lab, reference):
+        a, b = lab.config, reference.config
+        if (a.vocab_size, a.moe_layers, a.num_experts) != (b.vocab_size, b.moe_layers, b.num_experts):
+            raise ModelError(
+                f"{lab.path} and {reference.path} are different models: {a.vocab_size} and {b.vocab_size} tokens, "
+                f"{len(a.moe_layers)} and {len(b.moe_layers)} layers of {a.num_experts} and {b.num_experts} experts"
             )
-        )  # fmt: skip
-        tokens += len(window.ids)
-        for layer in a.moe_layers:
-            mine, other = our_routes[layer], their_routes[layer]
-            agreeing[layer] += (mine[:, :, None] == other[:, None, :]).sum() / mine.shape[1]
-            counts[layer] += [np.bincount(ids.ravel(), minlength=a.num_experts) for ids in (mine, other)]
-    layers = [(layer, agreeing[layer] / tokens, frequency_distance(*counts[layer])) for layer in a.moe_layers]
-    columns = ["text", "tokens", "bytes", "nll", "reference_nll", "kl"]
-    return Comparison(
-        pd.DataFrame(rows, columns=columns),
-        pd.DataFrame(layers, columns=["layer", "router_agreement", "frequency_distance"]),
-    )
+        self.lab, self.experts, self.tokens, self.rows = lab, a.num_experts, 0, []
+        self.agreeing = dict.fromkeys(a.moe_layers, 0.0)
+        self.counts = {layer: np.zeros((2, self.experts)) for layer in a.moe_layers}
+
+    def add(self, window: Window, ours: tuple, theirs: tuple) -> None:
+        (mine, our_routes), (other, their_routes) = ours, theirs
+        target = window.ids[1:, None]
+        losses = (-np.take_along_axis(log_p, target, 1).sum() for log_p in (mine, other))
+        kl = (np.exp(other) * (other - mine)).sum()
+        self.rows.append((window.text, len(target), window.predicted_bytes, *losses, kl))
+        self.tokens += len(window.ids)
+        for layer, counts in self.counts.items():
+            a, b = our_routes[layer], their_routes[layer]
+            self.agreeing[layer] += (a[:, :, None] == b[:, None, :]).sum() / a.shape[1]
+            counts += [np.bincount(ids.ravel(), minlength=self.experts)[: self.experts] for ids in (a, b)]
+
+    def comparison(self) -> Comparison:
+        layers = [
+            (layer, self.agreeing[layer] / self.tokens, frequency_distance(*self.counts[layer]))
+            for layer in self.counts
+        ]
+        return Comparison(
+            pd.DataFrame(self.rows, columns=["text", "tokens", "bytes", "nll", "reference_nll", "kl"]),
+            pd.DataFrame(layers, columns=["layer", "router_agreement", "frequency_distance"]),
+        )
 
 
 def frequency_distance(counts: np.ndarray, other: np.ndarray) -> float:

@@ -7,7 +7,6 @@ predicted, and knows how many bytes of the text it stands for, so that losses ca
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sysconfig
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checkpoint.files import storage_errors
+from ..checkpoint.files import read_object, storage_errors
 from ..engine.tokenizer import Tokenizer
 from ..errors import ModelError, SettingError
 
@@ -85,10 +84,20 @@ def file_text(path: str | os.PathLike) -> list[Text]:
 
 
 def prompt_texts(path: str | os.PathLike) -> list[Text]:
-    """The prompts of a file like `data/prompts.json`, {domain: [{"name", "text"}]}; names are "domain: name"."""
-    with storage_errors(path):
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    return [Text(f"{domain}: {p['name']}", p["text"]) for domain, prompts in data.items() for p in prompts]
+    """The prompts of a file like `data/prompts.json`, {domain: [{"name", "text"}]}; names are "domain: name".
+
+    Raises `ModelError` naming the file and the domain that is something else.
+    """
+    texts = []
+    for domain, prompts in read_object(Path(path), ModelError).items():
+        if not isinstance(prompts, list) or not all(
+            isinstance(p, dict) and isinstance(p.get("name"), str) and isinstance(p.get("text"), str) for p in prompts
+        ):
+            raise ModelError(f"{path}: {domain}: expected a list of objects with a name and a text")
+        texts += [Text(f"{domain}: {prompt['name']}", prompt["text"]) for prompt in prompts]
+    if not texts:
+        raise ModelError(f"{path}: expected prompts, found none")
+    return texts
 
 
 def windows(texts: list[Text], tokenizer: Tokenizer, width: int = 256, tokens: int | None = None) -> list[Window]:
