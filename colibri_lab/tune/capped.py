@@ -136,7 +136,8 @@ def likely_reason(
         name = signal.Signals(-returncode).name
     except ValueError:
         name = f"signal {-returncode}"
-    held = f"its memory was {peak} bytes at most" + (f", the limit {limit}" if limit else "")
+    held = f"its memory was {peak} bytes at most" if peak else "its memory was not measured"
+    held += f", the limit {limit}" if limit else ""
     if name == "SIGKILL" and killed:
         return f"killed for exceeding its memory or time: {held}; choose fewer slots or a shorter max_seq_len"
     if name == "SIGKILL" and oom:
