@@ -77,6 +77,17 @@ def drawn(view) -> list[str]:
     return view.locator("canvas").evaluate_all("canvases => canvases.map((canvas) => canvas.toDataURL())")
 
 
+def still(page, view, seconds: float = 10) -> list[str]:
+    """What the canvases of one output show once they have not changed for 0.7 s."""
+
+    def unchanged():
+        before = drawn(view)
+        page.page.wait_for_timeout(700)
+        return before if drawn(view) == before else None
+
+    return until(unchanged, seconds, "canvases hold still")
+
+
 def press(page, view, slider: str, keys: str = "ArrowRight ArrowLeft ArrowLeft") -> None:
     """Move a slider of one output by keys; each must change its pixels."""
     handle = view.locator(".widget-slider").filter(has_text=slider).first.locator(".noUi-handle").first
@@ -234,10 +245,7 @@ def test_pipeline_profile(served, page, tmp_path):
     until(lambda: drawn(view) != before, 5, "live run moves")
     view.locator("button").filter(has_text="Stop").click()
     until(lambda: "stopped after" in view.inner_text() or "done: " in view.inner_text(), 5, "the run has ended")
-    page.page.wait_for_timeout(500)
-    still = drawn(view)
-    page.page.wait_for_timeout(700)
-    assert drawn(view) == still
+    still(page, view)
     press(page, output(page, "of different places touch"), "tokens")
     press(page, output(page, "prompt tokens together touch"), "tokens")
     press(page, output(page, "From the worst to the best quarter"), "skip", "ArrowRight ArrowLeft")
@@ -267,7 +275,12 @@ for step in range(60):
     view.locator("button").filter(has_text="Reload").click()
     view = output(page, "Cache tuner")
     until(lambda: "of accesses hit" in view.inner_text(), 10, "the recorder's routing is shown")
-    light = drawn(view)
+    until(
+        lambda: "What would help" in view.inner_text() or "No other setting helps" in view.inner_text(),
+        10,
+        "the advice",
+    )
+    light = still(page, view)
     page.command("apputils:change-theme", theme="JupyterLab Dark")
     until(lambda: all_differ(drawn(view), light), 10, "dark canvases")
     assert blank(page) == [], shoot(page, tmp_path, "dark")
