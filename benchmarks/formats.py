@@ -54,13 +54,15 @@ def rows() -> list[dict]:
     found = [dict(matrices="experts", format=name) for name in ("fp16", *SCALED)]
     found += [dict(matrices="all", format=name) for name in WHOLE]
     found += [dict(matrices=tensors, format=name, calibrated=True) for name, tensors in CALIBRATED]
+    found += [dict(matrices=t, format=f, calibrated=True, open=dict(router_calib=False)) for f, t in CALIBRATED[2:]]
     found += [dict(matrices="experts", format="a quarter int8, others int4-g64")]
     found += [dict(matrices=t, format=name, open=dict(activations="int8")) for name, t in INT8_ACTIVATIONS]
     return [dict(calibrated=False, open={}) | row for row in found]
 
 
 def title(row: dict) -> str:
-    return row["format"] + ", calibrated" * row["calibrated"] + ", int8 activations" * bool(row["open"])
+    extra = {"int8": ", int8 activations", False: " but the routers"}
+    return row["format"] + ", calibrated" * row["calibrated"] + "".join(extra[value] for value in row["open"].values())
 
 
 def make(row: dict, bf16: Path, directory: Path, calibration: Path, plan: dict) -> Path:
@@ -110,7 +112,8 @@ def measured(row: dict, lab, reference, library: Comparison, domains: Comparison
         "bits_per_byte": library.bits_per_byte,
         "reference_bits_per_byte": library.reference_bits_per_byte,
         "change": library.change, "low": low, "high": high, "kl": library.kl,
-        "router_agreement": library.router_agreement, "lost_blocks": int(blocks.lost.sum()),
+        "router_agreement": library.router_agreement,
+        "frequency_distance": float(library.layers.frequency_distance.mean()), "lost_blocks": int(blocks.lost.sum()),
         "domains": {d: float(r.nll / np.log(2) / r.bytes) for d, r in by_domain.iterrows()},
         "domains_change": domains.change, "domains_kl": domains.kl,
     }  # fmt: skip
@@ -141,9 +144,9 @@ def markdown(table: pd.DataFrame, facts: dict) -> str:
         "six domains). `change`: of bits per byte on the library, with its 95 % interval. `lost`: column blocks of 64 of which 90 % "
         "became exactly zero.",
         "",
-        "| matrices | format | bits/weight | MB | bits/byte | change | 95 % interval | KL, nats/token | router agreement | lost | "
-        "decode tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| matrices | format | bits/weight | MB | bits/byte | change | 95 % interval | KL, nats/token | router agreement | "
+        "frequency distance | lost | decode tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in table.itertuples():
         speed = (
@@ -154,7 +157,7 @@ def markdown(table: pd.DataFrame, facts: dict) -> str:
         lines.append(
             f"| {row.matrices} | {row.format} | {row.bits_per_weight:.3f} | {row.bytes / 1e6:.2f} | {row.bits_per_byte:.4f} | "
             f"{100 * row.change:+.3f} % | {100 * row.low:+.3f} to {100 * row.high:+.3f} % | {row.kl:.5f} | "
-            f"{100 * row.router_agreement:.2f} % | {row.lost_blocks} | {speed} |"
+            f"{100 * row.router_agreement:.2f} % | {row.frequency_distance:.5f} | {row.lost_blocks} | {speed} |"
         )
     lines += ["", "Bits per byte by domain, and the change over all of them:", ""]
     lines += [f"| matrices | format | {' | '.join(domains)} | change | KL |", "|---" * (len(domains) + 4) + "|"]

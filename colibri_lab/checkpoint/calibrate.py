@@ -66,7 +66,7 @@ class Calibration(Encoder):
         self.texts, self.tokens, self.progress = read_calibration(path), tokens, progress
         digest = hashlib.sha256(json.dumps(self.texts).encode()).hexdigest()
         self.info = {"method": "gptq", "texts": len(self.texts), "most_tokens": tokens, "sha256": digest}
-        self._last: tuple[tuple | None, Rounding | None] = None, None
+        self._last: tuple[tuple, Rounding] | None = None
 
     @contextlib.contextmanager
     def opened(self, container: Path) -> Iterator[None]:
@@ -102,7 +102,7 @@ class Calibration(Encoder):
             for tensor, name in plan.tensor_formats[file].items()
             if formats.FORMATS[name].scaled
         ]
-        self._moments, self._last = Moments(self.lab.container, scaled), (None, None)
+        self._moments, self._last = Moments(self.lab.container, scaled), None
         if not scaled:
             return
         with tapped(self.lab.engine, self._moments):
@@ -112,18 +112,20 @@ class Calibration(Encoder):
 
     def encode(self, file: str, tensor: str, values: np.ndarray, entry: dict, name: str, bounds) -> formats.Encoded:
         kind = formats.FORMATS[entry["format"]]
-        rounding = self._rounding(self._moments.site(file, tensor)) if kind.scaled else None
-        if rounding is None:
+        if not kind.scaled:
             return super().encode(file, tensor, values, entry, name, bounds)
         wide = formats.to_f32(values)
         formats.check_finite(wide, name)
-        return rounding.encode(wide, kind, entry["factor"], bounds)
+        return self._rounding(self._moments.site(file, tensor), wide.shape[1]).encode(
+            wide, kind, entry["factor"], bounds
+        )
 
-    def _rounding(self, site: tuple | None) -> Rounding | None:
-        """For what reads this site; the last one is kept, since a matrix comes in portions and neighbours read the same."""
-        moment = None if site is None or site == self._last[0] else self._moments.at(site)
-        if site != self._last[0]:
-            self._last = site, None if moment is None else Rounding(moment)
+    def _rounding(self, site: tuple | None, cols: int) -> Rounding:
+        """For what reads this site; where nothing is known, as of an embedding, all columns count alike. The last one is kept,
+        since a matrix comes in portions and neighbours read the same."""
+        if self._last is None or self._last[0] != (site, cols):
+            moment = None if site is None else self._moments.at(site)
+            self._last = (site, cols), Rounding(np.eye(cols) if moment is None else moment)
         return self._last[1]
 
     def calibrate_router(self, directory: Path) -> None:

@@ -17,6 +17,7 @@ from colibri_lab.checkpoint.container import Container
 from colibri_lab.checkpoint.convert import quantize
 from colibri_lab.checkpoint.moments import PRIOR, Moments
 from colibri_lab.checkpoint.validate import validate
+from colibri_lab.checkpoint.verify import verify_container
 from colibri_lab.engine.taps import tapped
 from colibri_lab.errors import ContainerError, ModelError, SettingError
 from colibri_lab.front import container_of
@@ -250,3 +251,24 @@ def test_a_damaged_correction_is_refused_by_name(damage, message, calibrated, tm
     with pytest.raises(ContainerError, match=message):
         cl.open(copy)
     assert any(router_calib.FILE in fault.file for fault in validate(copy))
+
+
+def test_converting_with_calibration_is_verified(oracle, tmp_path, monkeypatch):
+    """Checkpoint to calibrated container in one command; a weight that is far off is found even if its checksum fits."""
+    path = write(tmp_path / "calib.json", [{"text": f"text {i} of a few words"} for i in range(12)])
+    out = tmp_path / "out"
+    options = dict(quantize="int4", group_size=32, tensors="all", calibration_data=path, verify=True, progress=False)
+    report = cl.convert(oracle / "qwen2_moe", out, **options)
+    assert report.verified_files and not (tmp_path / "out.repacked").exists()
+    assert (out / router_calib.FILE).exists() and validate(out) == []
+    file = next(Path(f) for f in report.verified_files if "expert_" in f)
+    layer, expert = int(file.parent.name.split("_")[1]), int(file.stem.split("_")[1])
+    header = Container.open(out).block_layout(layer, expert)
+    entry = next(e for e in header.table if e["name"].endswith("up"))
+    raw = bytearray(file.read_bytes())
+    at = header.payload_offset + entry["scale"][0]
+    raw[at : at + entry["scale"][1]] = (np.frombuffer(raw, "<f2", entry["scale"][1] // 2, at) * np.float16(4)).tobytes()
+    file.write_bytes(raw)
+    monkeypatch.setattr("colibri_lab.checkpoint.binfile.BinFile.check_crc", lambda file: None)
+    with pytest.raises(ContainerError, match=r"\.up: calibrated weights must lie within 1 step"):
+        verify_container(out, oracle / "qwen2_moe")
