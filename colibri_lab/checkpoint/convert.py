@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 
 from ..errors import ModelError, SettingError, did_you_mean
-from . import container, formats
+from . import container, formats, router_calib
 from .calibrate import Calibration
 from .files import AtomicFile, read_object
 from .plan import Plan, make_plan
@@ -108,7 +108,8 @@ def convert(
     if not quantises or stage != "all" or container.is_container(input):
         kept = _write(final, final, calibration, overwrite, progress)
     else:
-        check_output(final, overwrite)  # what is there is refused before the first stage takes its time
+        if not _only_routers_left(final):
+            check_output(final, overwrite)  # what is there is refused before the first stage takes its time
         between = final.output.with_name(final.output.name + ".repacked")
         _say(progress, "stage 1 of 2: repack")
         _repack(make_plan(input, between, quantize=_lossless(final), **shape), overwrite, progress)
@@ -153,9 +154,18 @@ def _write(final: Plan, plan: Plan, calibration: Calibration | None, overwrite: 
     if calibration is None:
         return len(write_container(plan, Encoder(), overwrite, progress))
     with calibration.opened(plan.source.dir):
-        kept = write_container(plan, calibration, overwrite, progress)
+        kept = plan.files if _only_routers_left(plan) else write_container(plan, calibration, overwrite, progress)
         calibration.calibrate_router(plan.output)
     return len(kept)
+
+
+def _only_routers_left(plan: Plan) -> bool:
+    """Whether an earlier try wrote the weights of a calibrated container and was interrupted before its routers' part."""
+    if plan.calibration is None or not container.is_container(plan.output):
+        return False
+    _, info = container.read_container_config(plan.output)
+    same = (info.get("calibration"), info["formats"]) == (plan.calibration, plan.formats)
+    return same and not (plan.output / router_calib.FILE).exists()
 
 
 def _repack(plan: Plan, overwrite: bool, progress: bool) -> None:

@@ -272,3 +272,22 @@ def test_converting_with_calibration_is_verified(oracle, tmp_path, monkeypatch):
     monkeypatch.setattr("colibri_lab.checkpoint.binfile.BinFile.check_crc", lambda file: None)
     with pytest.raises(ContainerError, match=r"\.up: calibrated weights must lie within 1 step"):
         verify_container(out, oracle / "qwen2_moe")
+
+
+def test_routers_are_made_up_for_after_an_interruption(converted, tmp_path, monkeypatch):
+    path = write(tmp_path / "calib.json", [{"text": f"text {i} of a few words"} for i in range(12)])
+    out, options = tmp_path / "out", dict(calibration_data=path, progress=False)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(calibrate.Calibration, "calibrate_router", interrupt)
+        quantize(converted("glm4_moe"), out, "int4-g32", **options)
+    assert Container.open(out).info["formats"]["expert"] == "int4-g32" and not (out / router_calib.FILE).exists()
+    before = {file: Container.open(out).find(file)[0].stat().st_mtime_ns for file in Container.open(out).files}
+    report = quantize(converted("glm4_moe"), out, "int4-g32", **options)
+    assert report.files_written == 0 and (out / router_calib.FILE).exists()
+    assert before == {file: Container.open(out).find(file)[0].stat().st_mtime_ns for file in before}
+    with pytest.raises(ContainerError, match="already there"):
+        quantize(converted("glm4_moe"), out, "int4-g32", **options)
