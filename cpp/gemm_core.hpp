@@ -55,7 +55,7 @@ inline void add_columns(const uint8_t* line, int first, int last, const float* c
         COLIBRI_UNROLL for (int j = 0; j < 4; ++j) c[m][j] = chain[m][j];
     int k = first;
     for (; k + kStep <= last; k += kStep, line += line_bytes(F)) {
-        __builtin_prefetch(line + 2048);
+        prefetch_ahead<line_bytes(F)>(line);
         Columns<F> columns(line);
         for (int part = 0; part < kStep / 4; ++part) {
             columns.get(part, w);

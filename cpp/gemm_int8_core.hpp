@@ -124,7 +124,7 @@ inline void int_dots(const uint8_t* block, int64_t stride, int first, int last, 
         I32 more[3] = {zero_i32(), zero_i32(), zero_i32()};
         for (; k + 16 <= last; k += 16, line += 64 * kLines) {
             COLIBRI_UNROLL for (int i = 0; i < kLines; ++i) {
-                __builtin_prefetch(line + 2048 + 64 * i);
+                prefetch_ahead<64>(line + 64 * i);
                 Line w = load_unsigned(line + 64 * i);
                 COLIBRI_UNROLL for (int part = 0; part < kParts; ++part) {
                     const int chain = kParts * i + part;

@@ -41,27 +41,37 @@ class Lease:
 
         # Groups of blocks in computing order: residents; blocks fetched ahead that are still under way; loads into free
         # slots, a few at a time so that computing starts early; then loads that need a buffer this step has used before.
-        loads = list(zip(result.loads.tolist(), result.late.tolist(), strict=True))
-        early = [index for (index, slot), late in loads if slot >= 0 and not late]
-        rest = [index for (index, slot), late in loads if slot < 0 or late]
+        resident = [i for i, hit in enumerate(self.hit) if hit and hit != FETCHING]
+        early, tickets, rest = self._start_loads(result) if len(resident) < len(self.hit) else ([], [], [])
         lanes, wave = cache.lanes, max(1, cache.transient_buffers)
-        tickets = cache.load(layer, [self.blocks[i] for i in early], [self.slots[i] for i in early]) if early else []
-        coming = [i for i, hit in enumerate(self.hit) if hit == FETCHING]
-        tickets = [cache.ahead.pop(self.slots[i]) for i in coming] + tickets
-        early = coming + early
         self._early = [early[i : i + lanes] for i in range(0, len(early), lanes)]
         self._tickets = [tickets[i : i + lanes] for i in range(0, len(early), lanes)]
         self._late = [rest[i : i + wave] for i in range(0, len(rest), wave)]
-
-        members = _members(self.blocks, ids, cache.block_size)
-        resident = [i for i, hit in enumerate(self.hit) if hit and hit != FETCHING]
-        experts, buffers, self._ends = [], [], [0]  # _ends[n]: experts in the first n blocks of computing order
-        for index in (*resident, *early, *rest):
-            experts += members[index]
-            buffers += [self.slots[index]] * len(members[index])
-            self._ends.append(len(experts))
-        self.experts, self._buffers = np.array(experts, np.int32), np.array(buffers, np.int32)
         self._residents, self._done = len(resident), 0
+        self._lay_out([*resident, *early, *rest], ids)
+
+    def _start_loads(self, result) -> tuple[list[int], list[int], list[int]]:
+        """Places in `blocks` that are coming, their tickets, and the places that must wait for a buffer."""
+        cache, loads = self.cache, list(zip(result.loads.tolist(), result.late.tolist(), strict=True))
+        early = [index for (index, slot), late in loads if slot >= 0 and not late]
+        rest = [index for (index, slot), late in loads if slot < 0 or late]
+        tickets = cache.load(self.layer, [self.blocks[i] for i in early], [self.slots[i] for i in early]) if early else []
+        coming = [i for i, hit in enumerate(self.hit) if hit == FETCHING]
+        return coming + early, [cache.ahead.pop(self.slots[i]) for i in coming] + tickets, rest
+
+    def _lay_out(self, order: list[int], ids: np.ndarray) -> None:
+        """Experts and their buffers in computing order; _ends[n]: experts in the first n blocks of it."""
+        if self.cache.block_size == 1:
+            experts, buffers = [self.blocks[i] for i in order], [self.slots[i] for i in order]
+            self._ends = range(len(order) + 1)
+        else:
+            members = _members(self.blocks, ids, self.cache.block_size)
+            experts, buffers, self._ends = [], [], [0]
+            for i in order:
+                experts += members[i]
+                buffers += [self.slots[i]] * len(members[i])
+                self._ends.append(len(experts))
+        self.experts, self._buffers = np.array(experts, np.int32), np.array(buffers, np.int32)
 
     def _take(self, blocks: int) -> tuple[np.ndarray, int, int]:
         first, last = int(self._ends[self._done]), int(self._ends[self._done + blocks])
@@ -95,8 +105,6 @@ class Lease:
 
 def _members(blocks: list[int], ids: np.ndarray, block_size: int) -> list[list[int]]:
     """The experts of `ids` that each block holds, ascending."""
-    if block_size == 1:
-        return [[block] for block in blocks]
     by_block: dict[int, list[int]] = {block: [] for block in blocks}
     for expert in np.unique(ids).tolist():
         by_block[expert // block_size].append(expert)

@@ -27,6 +27,13 @@ constexpr bool is_four_bit(Format f) { return f >= Format::int4; }
 constexpr int line_columns(Format f) { return is_four_bit(f) ? 8 : 4; }  // columns in the smallest stretch that is padded to
 constexpr int line_bytes(Format f) { return f == Format::fp32 ? 256 : is_scaled(f) ? 64 : 128; }
 
+// Weights are read once and in order: every line of a stretch is asked for this far ahead, longer than memory takes to answer.
+constexpr int kPrefetchBytes = 4096;
+template <int kBytes>
+inline void prefetch_ahead(const uint8_t* line) {
+    COLIBRI_UNROLL for (int at = 0; at < kBytes; at += 64) __builtin_prefetch(line + kPrefetchBytes + at);
+}
+
 struct Matrix {
     const uint8_t* data = nullptr;
     const uint8_t* scale = nullptr;  // float32 (group 0), float16 (groups), or E8M0 (mxfp4)
