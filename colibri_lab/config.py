@@ -242,7 +242,8 @@ _ALL = (
     Setting("prefault", bool, False, "touch all memory when the model is opened, so that no step waits for a page"),
     Setting("check_memory", bool, False, "poison unused scratch memory and check it after every step; slow, for debugging"),
     Setting("prefill_chunk", int, 256, "prompt tokens that go through the model at once", minimum=1, maximum=65536),
-    Setting("gemm_block_size", int, 64, "output rows one thread takes at a time in matrix products", minimum=16, maximum=4096),
+    Setting("gemm_block_size", int, 64, "output rows one thread takes at a time in matrix products, "
+            "up to four times as many in decode", minimum=16, maximum=4096),
     Setting("expert_parallelism", int, None, "experts that the threads compute at the same time, 1 one after the other. Default: "
             "all that are there. Not a number of machines or devices", minimum=1),
     Setting("backend", str, "native", "who computes: the compiled kernels, or slow plain numpy to hold them against",

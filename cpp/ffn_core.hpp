@@ -59,12 +59,13 @@ inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, cons
         if (integer) s.x_ints[r] = s.token_ints.rows()[token_of[r]];
         else if (zero_in) ColumnSums::fill(s.x_rows[r], hidden, s.x_sums.data() + r * x_stride);
     }
-    const int per_task = std::max(1, block_size / kBlockRows);
     const int inner_blocks = experts[0].gate.blocks(), out_blocks = experts[0].down.blocks();
-    const int inner_tasks = (inner_blocks + per_task - 1) / per_task, out_tasks = (out_blocks + per_task - 1) / per_task;
+    const int inner_step = blocks_per_task(block_size, inner_blocks, active, rows, threads);
+    const int out_step = blocks_per_task(block_size, out_blocks, active, rows, threads);
+    const int inner_tasks = (inner_blocks + inner_step - 1) / inner_step, out_tasks = (out_blocks + out_step - 1) / out_step;
 
     parallel_for(active * inner_tasks, threads, [&](int task) {
-        int a = task / inner_tasks, first = task % inner_tasks * per_task, last = std::min(inner_blocks, first + per_task);
+        int a = task / inner_tasks, first = task % inner_tasks * inner_step, last = std::min(inner_blocks, first + inner_step);
         int r0 = offsets[a], n = offsets[a + 1] - r0;
         auto product = [&](const Matrix& w, auto write) {
             if (integer) int8_blocks(w, first, last, s.x_ints.data() + r0, n, write);
@@ -84,7 +85,7 @@ inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, cons
         parallel_for(rows, threads,
                      [&](int r) { ColumnSums::fill(s.hidden_rows[r], inner, s.hidden_sums.data() + r * hidden_stride); });
     parallel_for(active * out_tasks, threads, [&](int task) {
-        int a = task / out_tasks, first = task % out_tasks * per_task, last = std::min(out_blocks, first + per_task);
+        int a = task / out_tasks, first = task % out_tasks * out_step, last = std::min(out_blocks, first + out_step);
         int r0 = offsets[a], n = offsets[a + 1] - r0;
         auto write = [&](int m, int row, F16 value) {
             store_rows(out + static_cast<int64_t>(r0 + m) * hidden + row, value, hidden - row);

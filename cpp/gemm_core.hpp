@@ -134,6 +134,14 @@ void gemm_any(const Matrix& w, int first, int last, const float* const* x, const
     }
 }
 
+// Blocks of rows that a thread takes at a time. `block_size` rows where several tokens share each of `matrices`; up to four
+// times as many in decode, which waits for memory at the start of every stretch, as long as each thread has four tasks.
+inline int blocks_per_task(int block_size, int blocks, int matrices, int tokens, int threads) {
+    const int least = std::max(1, block_size / kBlockRows);
+    if (tokens >= kIntTokens * matrices) return least;
+    return std::clamp(blocks * matrices / (4 * threads), least, 4 * least);
+}
+
 // Stores up to 16 lanes: the last block of a matrix may have fewer rows.
 inline void store_rows(float* to, F16 value, int count) {
     if (count >= 16) return store(to, value);
@@ -161,7 +169,7 @@ inline void matmul(const float* x, int tokens, const Matrix& w, const float* bia
     if (integer) scratch.ints.quantise(scratch.rows.data(), tokens, w.cols, threads);
     else if (has_zero_points(w.format))
         for (int m = 0; m < tokens; ++m) ColumnSums::fill(scratch.rows[m], w.cols, scratch.sums.data() + m * stride);
-    const int per_task = std::max(1, block_size / kBlockRows);
+    const int per_task = blocks_per_task(block_size, w.blocks(), 1, tokens, threads);
     const int tasks = (w.blocks() + per_task - 1) / per_task;
     parallel_for(tasks, threads, [&](int task) {
         int first = task * per_task, last = std::min(w.blocks(), first + per_task);
