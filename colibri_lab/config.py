@@ -238,7 +238,7 @@ _ALL = (
     Setting("dynamic_arena", bool, False, "arenas begin small and grow on demand; otherwise the peak is reserved at once"),
     Setting("pool_size", str, None, "bytes of the memory pool, as \"512 MiB\". Default: what the plan needs", also=parse_size),
     Setting("pool_power_of_two", bool, False, "refuse a pool_size that is no power of two; round the default up to one"),
-    Setting("huge_pages", bool, False, "ask the system for huge pages behind the memory pool"),
+    Setting("huge_pages", bool, None, "ask the system for huge pages behind the memory pool. Default: for a pool of 256 MiB or more"),
     Setting("prefault", bool, False, "touch all memory when the model is opened, so that no step waits for a page"),
     Setting("check_memory", bool, False, "poison unused scratch memory and check it after every step; slow, for debugging"),
     Setting("prefill_chunk", int, 256, "prompt tokens that go through the model at once", minimum=1, maximum=65536),
@@ -248,8 +248,8 @@ _ALL = (
             "all that are there. Not a number of machines or devices", minimum=1),
     Setting("backend", str, "native", "who computes: the compiled kernels, or slow plain numpy to hold them against",
             choices=("native", "numpy"), changes_tokens=True),
-    Setting("activations", str, "fp32", "what integer weights are multiplied with: float32 activations, or activations rounded "
-            "to int8 in groups of 64, which is faster; weights of 16 and 32 bits always meet float32", choices=("fp32", "int8"),
+    Setting("activations", str, "int8", "what integer weights are multiplied with: activations rounded to int8 in groups of 64, "
+            "or exact float32 ones, which are slower; weights of 16 and 32 bits always meet float32", choices=("int8", "fp32"),
             changes_tokens=True),
     Setting("router_calib", bool, None, "add the container's router calibration to the router's logits. Default: where there is one",
             changes_tokens=True),

@@ -55,7 +55,9 @@ class Lease:
         cache, loads = self.cache, list(zip(result.loads.tolist(), result.late.tolist(), strict=True))
         early = [index for (index, slot), late in loads if slot >= 0 and not late]
         rest = [index for (index, slot), late in loads if slot < 0 or late]
-        tickets = cache.load(self.layer, [self.blocks[i] for i in early], [self.slots[i] for i in early]) if early else []
+        tickets = (
+            cache.load(self.layer, [self.blocks[i] for i in early], [self.slots[i] for i in early]) if early else []
+        )
         coming = [i for i, hit in enumerate(self.hit) if hit == FETCHING]
         return coming + early, [cache.ahead.pop(self.slots[i]) for i in coming] + tickets, rest
 

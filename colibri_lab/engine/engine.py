@@ -23,6 +23,7 @@ from .router import Router
 from .routers import RouterHook, chosen_only, decide
 from .sizes import EngineSizes, engine_sizes
 
+HUGE_PAGES_FROM = 256 << 20  # bytes of a pool whose last huge page no longer shows in its size
 GATHER = 16  # tokens whose embedding is decoded at once: its temporaries stay small
 
 
@@ -297,6 +298,8 @@ def _open_pool(sizes: EngineSizes, settings: dict) -> MemoryPool:
         )
     if given is None and settings["pool_power_of_two"]:
         size = 1 << (size - 1).bit_length()
+    if settings["huge_pages"] is None:
+        settings["huge_pages"] = size >= HUGE_PAGES_FROM
     return MemoryPool(
         size, sizes.slot_bytes, huge_pages=settings["huge_pages"], prefault=settings["prefault"],
         power_of_two=settings["pool_power_of_two"], warn_above=None if given is None else NEARLY_FULL,

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import kernels
 from ..checkpoint.formats import FORMATS
+from ..config import SETTINGS
 from ..errors import SettingError
 from ..telemetry import Step
 from ..timing import CLEAN, ENOUGH, Stopwatch
@@ -45,8 +46,10 @@ class Calibration:
     clean: int
 
 
-def estimate(shape: Shape, probe, threads: int | None = None) -> Costs:
-    """Costs of a model that has not run here, from kernel speeds and the layer time of a probe."""
+def estimate(shape: Shape, probe, threads: int | None = None, activations: str | None = None) -> Costs:
+    """Costs of a model that has not run here, from kernel speeds and the layer time of a probe. `threads` and
+    `activations` as in the settings."""
+    activations = activations or SETTINGS["activations"].default
     threads = threads or probe.machine["physical_cores"]
     kinds = {row["format"] for row in probe.kernels}
     if not kinds:
@@ -57,7 +60,8 @@ def estimate(shape: Shape, probe, threads: int | None = None) -> Costs:
         kind = FORMATS[format].kind if format in FORMATS else "int8"
         alike = [name for name in kinds if FORMATS[name].kind == kind]
         wanted = format if format in kinds else (alike or sorted(kinds, key=lambda name: name != "int8"))[0]
-        rows = [row for row in probe.kernels if row["format"] == wanted and row["tokens"] == tokens]
+        key = {"format": wanted, "tokens": tokens, "activations": activations if FORMATS[wanted].scaled else "fp32"}
+        rows = [row for row in probe.kernels if key.items() <= row.items()]
         fits = [row for row in rows if row["threads"] <= threads] or rows
         return max(fits, key=lambda row: row["threads"])[name]
 

@@ -378,7 +378,7 @@ def from_probe(
     cached = Rates.of_rows([{**row, "block_bytes": 1} for row in probe.page_cache], "probe")
     if device is None:
         raise SettingError("the probe has no disk rates; run `colibri probe --path DIR` or give --disk")
-    costs = estimate(shape, probe, base.get("threads"))
+    costs = estimate(shape, probe, base.get("threads"), base.get("activations"))
     said = [*said, f"costs from {costs.source}; no run of this model has confirmed them"]
     return Predictor(
         shape, traces, costs, {"pread": (device, cached or device), "mmap": (device, cached or device), "direct": (device, None)},

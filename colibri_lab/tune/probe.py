@@ -6,6 +6,7 @@ with its spread. A probe carries the fingerprint of its machine, and one machine
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from .. import kernels, machine
 from ..bench import scratch_file
 from ..checkpoint.files import AtomicFile
+from ..checkpoint.formats import find_format
 from ..errors import ColibriError, SettingError, StorageError
 from ..limits import measure_limits
 from ..timing import Timing, race
@@ -28,7 +30,7 @@ from ..workloads import gemm
 from . import page_cache
 from .fingerprint import machine_facts, swap_bytes
 
-FORMAT = 1
+FORMAT = 2
 BLOCKS = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 23)  # bytes of one read
 DEPTHS = (1, 2, 4, 8)  # reads in flight
 CACHED_SHARE = 0.02  # of a file in the page cache, above which a read does not count as cold
@@ -44,7 +46,8 @@ class Probe:
     disk           block_bytes, depth, how ("direct", "evicted", "cached"), bytes_per_s
     page_cache     depth, bytes_per_s: reads of 4 MiB that the page cache answers
     memory         threads, bytes_per_s: reads of arrays far larger than the caches
-    kernels        format, threads, tokens, seconds, weight_bytes_per_s, flop_per_s: product with a 1024 x 2048 matrix
+    kernels        format, activations ("int8", "fp32"), threads, tokens, seconds, weight_bytes_per_s, flop_per_s: product
+                   with a 1024 x 2048 matrix
     layer_s        seconds a decode step spends in one MoE layer beside moving weights; None when not measured
     """
 
@@ -116,7 +119,7 @@ class Probe:
             table = self.table("kernels")
             shown = pd.DataFrame(
                 {
-                    "format": table.format, "threads": table.threads, "tokens": table.tokens,
+                    "format": table.format, "activations": table.activations, "threads": table.threads, "tokens": table.tokens,
                     "weights GB/s": (table.weight_bytes_per_s / 1e9).map("{:.2f}".format),
                     "GFLOP/s": (table.flop_per_s / 1e9).map("{:.1f}".format),
                     "spread": _spread(table, "seconds"), "n": table.n,
@@ -297,17 +300,18 @@ def _kernels(found: Probe, threads: list[int], budget_s: float) -> None:
 
 def kernel_speed(name: str, threads: list[int], budget_s: float = 1.0) -> list[dict]:
     """Time of x (tokens, 2048) times a 1024 x 2048 matrix in a number format, at 1 and 64 tokens; matrices rotate through
-    128 MB, so that weights come from memory as they do in decode."""
+    128 MB, so that weights come from memory as they do in decode. Integer weights meet activations of both kinds."""
     rows = []
-    each_s = budget_s / (2 * len(threads) * ROUNDS)
-    for tokens in (1, 64):
-        work = gemm(name, tokens)
+    kinds = ("int8", "fp32") if find_format(name).scaled else ("fp32",)
+    each_s = budget_s / (2 * len(kinds) * len(threads) * ROUNDS)
+    for tokens, activations in itertools.product((1, 64), kinds):
+        work = gemm(name, tokens, int8_activations=activations == "int8")
         weight_bytes = work.bytes - 4 * tokens * (_ROWS + _COLS)
         for n in threads:
             timing = race({name: work.call(threads=n)}, rounds=ROUNDS, budget_s=each_s, threads=n, patience=2)[name]
             rows.append(
                 {
-                    "format": name, "threads": n, "tokens": tokens, "seconds": timing.median_s, "low": timing.low_s,
+                    "format": name, "activations": activations, "threads": n, "tokens": tokens, "seconds": timing.median_s, "low": timing.low_s,
                     "high": timing.high_s, "n": len(timing.seconds), "weight_bytes_per_s": weight_bytes / timing.median_s,
                     "flop_per_s": work.operations / timing.median_s,
                 }

@@ -55,13 +55,18 @@ def probe_of() -> Probe:
         for depth in (1, 8)
     ]
     kernels = []
-    for name, weight_bytes in (("bf16", 2.0), ("int8", 1.0), ("int4-g64", 0.5625)):
+    for name, activations, weight_bytes in (
+        ("bf16", "fp32", 2.0), ("int8", "int8", 1.0), ("int8", "fp32", 2.0), ("int4-g64", "int8", 0.5625), ("int4-g64", "fp32", 1.125),
+    ):  # fmt: skip
         for tokens, flops in ((1, 2e10 / weight_bytes), (64, 1e11)):
             seconds = 2 * tokens * 1024 * 2048 / flops
             rate = weight_bytes * 1024 * 2048 / seconds
             kernels.append(
-                row(format=name, threads=2, tokens=tokens, seconds=seconds)
-                | {"weight_bytes_per_s": rate, "flop_per_s": flops}
+                row(format=name, activations=activations, threads=2, tokens=tokens, seconds=seconds)
+                | {
+                    "weight_bytes_per_s": rate if activations == "int8" or name == "bf16" else rate / 2,
+                    "flop_per_s": flops,
+                }
             )
     return Probe(
         {**machine_facts(), "physical_cores": 2}, "/", 16 * 2**30, 0, disk=disk,

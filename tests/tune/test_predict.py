@@ -315,3 +315,11 @@ def test_positions_cost_what_they_cost(trace_of):
     costs = Costs(step_s=1.0, expert_s=0.0, position_s=0.1)
     line = timeline(served, reads, costs, 1, 1)
     assert decode_seconds(served, line, costs, first_position=10).tolist() == pytest.approx([2.0, 2.1, 2.2])
+
+
+def test_exact_activations_are_predicted_with_their_own_kernel_speed(probe_of, olmoe):
+    shape = PRESETS["OLMoE-1B-7B"].in_format("int8")
+    rounded, exact = (
+        predict.from_probe(shape, probe_of, 10**11, {"activations": kind}, olmoe).costs for kind in ("int8", "fp32")
+    )
+    assert exact.expert_s == pytest.approx(2 * rounded.expert_s)  # half the bytes of weights a second
