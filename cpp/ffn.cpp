@@ -1,7 +1,7 @@
 // cppimport: expert feed-forward over cache slots, bucketing by expert, and the weighted sum of a token's experts.
 #include "ffn_core.hpp"
 
-#include <vector>
+#include <new>
 
 #include "include/binding.hpp"
 
@@ -9,13 +9,14 @@ using namespace colibri;
 
 using Ints = Array<const int32_t, 1>;
 
-static thread_local std::vector<Expert> experts_scratch;
-static thread_local FfnScratch scratch;
+static size_t scratch_bytes(int tokens, int rows, int active, int hidden, int inner) {
+    return Scratch::aligned(sizeof(Expert) * active) + ffn_scratch_bytes(tokens, rows, hidden, inner);
+}
 
 static void run_experts(Array<const float, 2> x, Array<const uint8_t, 2> memory, Ints buffers, Ints which,
                         Array<const int64_t, 3> descriptors, Array<const float, 2> factors, Ints offsets, Ints token_of,
                         Array<float, 2> hidden, Array<float, 2> out, int threads, int block_size, bool exact,
-                        bool int8_activations) {
+                        bool int8_activations, Room lent) {
     size_t active = buffers.shape(0);
     expect_size("experts.shape[0]", which.shape(0), active, "length of buffers");
     expect_size("offsets.shape[0]", offsets.shape(0), active + 1, "active experts + 1");
@@ -35,7 +36,11 @@ static void run_experts(Array<const float, 2> x, Array<const uint8_t, 2> memory,
     for (size_t r = 0; r < rows; ++r)
         expect(token_of.data()[r] >= 0 && static_cast<size_t>(token_of.data()[r]) < x.shape(0),
                "token_of[" + std::to_string(r) + "] is " + std::to_string(token_of.data()[r]) + ", x has " + std::to_string(x.shape(0)) + " rows");
-    experts_scratch.resize(active);
+    static thread_local Scratch own;
+    Scratch room = lent ? Scratch(lent->data(), lent->size()) : Scratch(), &scratch = lent ? room : own;
+    size_t inner = hidden.shape(1);
+    scratch.begin(scratch_bytes(int(x.shape(0)), int(rows), int(active), int(x.shape(1)), int(inner)));
+    Expert* experts = scratch.take<Expert>(active);
     for (size_t a = 0; a < active; ++a) {
         int32_t buffer = buffers.data()[a], e = which.data()[a];
         expect(buffer >= 0 && static_cast<size_t>(buffer) < memory.shape(0), "buffer " + std::to_string(buffer) + " of " + std::to_string(memory.shape(0)) + " does not exist");
@@ -44,19 +49,16 @@ static void run_experts(Array<const float, 2> x, Array<const uint8_t, 2> memory,
         int64_t region = static_cast<int64_t>(memory.shape(1));
         const int64_t* d = descriptors.data() + e * 3 * kFields;
         const float* f = factors.data() + e * 3;
-        Expert& expert = experts_scratch[a];
-        expert = {matrix_at(base, region, d, f[0]), matrix_at(base, region, d + kFields, f[1]), matrix_at(base, region, d + 2 * kFields, f[2])};
+        Expert& expert = *new (experts + a) Expert{matrix_at(base, region, d, f[0]), matrix_at(base, region, d + kFields, f[1]), matrix_at(base, region, d + 2 * kFields, f[2])};
         expect_size("gate columns", expert.gate.cols, x.shape(1), "hidden size of x");
         expect_size("up columns", expert.up.cols, x.shape(1), "hidden size of x");
         expect_size("up rows", expert.up.rows, expert.gate.rows, "rows of gate");
         expect_size("down columns", expert.down.cols, expert.gate.rows, "rows of gate");
         expect_size("down rows", expert.down.rows, x.shape(1), "hidden size of x");
-        expect_size("gate rows", expert.gate.rows, experts_scratch[0].gate.rows, "rows of the first expert's gate");
+        expect_size("gate rows", expert.gate.rows, inner, "columns of hidden");
     }
     expect(out.shape(0) >= rows && out.shape(1) == x.shape(1), "out must be at least (" + std::to_string(rows) + ", " + std::to_string(x.shape(1)) + ")");
-    size_t inner = experts_scratch[0].gate.rows;
-    expect(hidden.size() >= rows * inner, "hidden has " + std::to_string(hidden.size()) + " floats, " + std::to_string(rows * inner) + " are needed");
-    const Expert* experts = experts_scratch.data();
+    expect(hidden.shape(0) >= rows, "hidden has " + std::to_string(hidden.shape(0)) + " rows, the buckets need " + std::to_string(rows));
     without_gil([&] {
         expert_ffn(x.data(), static_cast<int>(x.shape(0)), token_of.data(), experts, o, static_cast<int>(active), scratch,
                    hidden.data(), out.data(), threads, block_size, exact, int8_activations);
@@ -69,9 +71,12 @@ NB_MODULE(ffn, m) {
     m.def("experts", run_experts, array("x"), array("memory"), array("buffers"), array("experts"), array("descriptors"),
           array("factors"), array("offsets"), array("token_of"), array("hidden"), array("out"), nb::arg("threads") = 1,
           nb::arg("block_size") = 64, nb::arg("exact") = true, nb::arg("int8_activations") = false,
+          array("scratch").none() = nb::none(),
           "out[r] = down(silu(gate x) * up x) for bucket rows r. x (tokens, hidden) f32; memory (buffers, bytes) u8; buffers and\n"
           "experts (active,) i32; descriptors (E, 3, 7) i64 and factors (E, 3) f32 for gate, up, down; offsets (active + 1,) and\n"
-          "token_of (rows,) i32; hidden is scratch of rows * intermediate f32. Raises ValueError on any mismatch.");
+          "token_of (rows,) i32; hidden is room of (rows, intermediate) f32; scratch as in gemm. Raises ValueError on any mismatch.");
+    m.def("scratch_bytes", &scratch_bytes, nb::arg("tokens"), nb::arg("rows"), nb::arg("active"), nb::arg("hidden"), nb::arg("inner"),
+          "Bytes of scratch that `experts` takes for so many tokens, bucket rows and active experts.");
     m.def("combine", [](Array<const float, 2> rows, Array<const int32_t, 2> row_of, Array<const float, 2> weights, Array<float, 2> y, int threads) {
         size_t tokens = row_of.shape(0), k = row_of.shape(1);
         expect(weights.shape(0) == tokens && weights.shape(1) == k, "weights must have the shape of row_of");

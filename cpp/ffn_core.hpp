@@ -3,7 +3,7 @@
 // Tokens are bucketed by expert before the call: rows offsets[a] … offsets[a+1] belong to active expert a and name the
 // token each row reads. Two passes over (expert, stretch of output rows) tasks: gate and up into `hidden`, then down into
 // `out`. `combine` then adds a token's experts in router order, so the sum does not depend on which expert was computed
-// first. Nothing is allocated: buckets and scratch belong to the caller.
+// first. Nothing is allocated: buckets belong to the caller, scratch too where one is lent.
 #pragma once
 #include "gemm_core.hpp"
 #include "include/activation.hpp"
@@ -14,30 +14,24 @@ struct Expert {
     Matrix gate, up, down;
 };
 
-// Scratch of one calling thread; it grows to the largest step and is then reused.
-struct FfnScratch {
-    std::vector<const float*> tokens, x_rows, hidden_rows;  // row of x of each token; of each bucket row; its hidden row
-    std::vector<float> x_sums, hidden_sums;                 // ColumnSums of each row, for zero points
-    std::vector<IntRow> x_ints;                             // each bucket row's quantised token
-    IntRows token_ints, hidden_ints;
-
-    void fit(int tokens_needed, int rows, int64_t x_stride, int64_t hidden_stride) {
-        if (tokens.size() < static_cast<size_t>(tokens_needed)) tokens.resize(tokens_needed);
-        if (x_sums.size() < static_cast<size_t>(rows * x_stride)) x_sums.resize(rows * x_stride);
-        if (hidden_sums.size() < static_cast<size_t>(rows * hidden_stride)) hidden_sums.resize(rows * hidden_stride);
-        if (x_rows.size() < static_cast<size_t>(rows)) x_rows.resize(rows), hidden_rows.resize(rows), x_ints.resize(rows);
-    }
-};
+// Scratch that a call takes besides the table of experts: where each token's and each bucket row's numbers lie, and those
+// numbers as integers (a token once however many experts want it) or their sums, whichever is more.
+inline size_t ffn_scratch_bytes(int tokens, int rows, int hidden, int inner) {
+    const size_t n = rows, float_bytes = Scratch::aligned(sizeof(float) * n * ColumnSums::size(hidden)) +
+                                         Scratch::aligned(sizeof(float) * n * ColumnSums::size(inner));
+    const size_t int_bytes = Scratch::aligned(sizeof(IntRow) * n) + IntRows::bytes(tokens, hidden) + IntRows::bytes(n, inner);
+    return Scratch::aligned(sizeof(float*) * tokens) + 2 * Scratch::aligned(sizeof(float*) * n) + std::max(int_bytes, float_bytes);
+}
 
 inline bool integer_expert(const Expert& e) {
     return integer_weights(e.gate) && integer_weights(e.up) && integer_weights(e.down);
 }
 
 // x (tokens, hidden) → out (rows, hidden). token_of[r] = row of x; experts[a] covers rows [offsets[a], offsets[a+1]).
-// `middle` (rows, intermediate) is scratch. With `int8_activations` experts of integer weights read activations rounded to
-// int8, each token once however many experts want it.
+// `middle` (rows, intermediate) is room for what is between; `scratch` has begun, with ffn_scratch_bytes left. With
+// `int8_activations` experts of integer weights read activations rounded to int8.
 inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, const Expert* experts, const int32_t* offsets,
-                       int active, FfnScratch& s, float* middle, float* out, int threads, int block_size, bool exact,
+                       int active, Scratch& scratch, float* middle, float* out, int threads, int block_size, bool exact,
                        bool int8_activations) {
     if (active == 0) return;
     const int hidden = experts[0].down.rows, inner = experts[0].gate.rows, rows = offsets[active];
@@ -48,16 +42,23 @@ inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, cons
         zero_in |= has_zero_points(experts[a].gate.format) || has_zero_points(experts[a].up.format);
         zero_mid |= has_zero_points(experts[a].down.format);
     }
-    s.fit(tokens, rows, x_stride, hidden_stride);
+    const float** token_at = scratch.take<const float*>(tokens);
+    const float **x_rows = scratch.take<const float*>(rows), **hidden_rows = scratch.take<const float*>(rows);
+    IntRow* x_ints = nullptr;
+    float *x_sums = nullptr, *hidden_sums = nullptr;
+    IntRows token_ints, hidden_ints;
     if (integer) {
-        for (int t = 0; t < tokens; ++t) s.tokens[t] = x + static_cast<int64_t>(t) * hidden;
-        s.token_ints.quantise(s.tokens.data(), tokens, hidden, threads);
+        x_ints = scratch.take<IntRow>(rows);
+        for (int t = 0; t < tokens; ++t) token_at[t] = x + static_cast<int64_t>(t) * hidden;
+        token_ints.quantise(token_at, tokens, hidden, scratch, threads);
+    } else {
+        x_sums = scratch.take<float>(rows * x_stride), hidden_sums = scratch.take<float>(rows * hidden_stride);
     }
     for (int r = 0; r < rows; ++r) {
-        s.x_rows[r] = x + static_cast<int64_t>(token_of[r]) * hidden;
-        s.hidden_rows[r] = middle + static_cast<int64_t>(r) * inner;
-        if (integer) s.x_ints[r] = s.token_ints.rows()[token_of[r]];
-        else if (zero_in) ColumnSums::fill(s.x_rows[r], hidden, s.x_sums.data() + r * x_stride);
+        x_rows[r] = x + static_cast<int64_t>(token_of[r]) * hidden;
+        hidden_rows[r] = middle + static_cast<int64_t>(r) * inner;
+        if (integer) x_ints[r] = token_ints.rows()[token_of[r]];
+        else if (zero_in) ColumnSums::fill(x_rows[r], hidden, x_sums + r * x_stride);
     }
     const int inner_blocks = experts[0].gate.blocks(), out_blocks = experts[0].down.blocks();
     const int inner_step = blocks_per_task(block_size, inner_blocks, active, rows, threads);
@@ -68,8 +69,8 @@ inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, cons
         int a = task / inner_tasks, first = task % inner_tasks * inner_step, last = std::min(inner_blocks, first + inner_step);
         int r0 = offsets[a], n = offsets[a + 1] - r0;
         auto product = [&](const Matrix& w, auto write) {
-            if (integer) int8_blocks(w, first, last, s.x_ints.data() + r0, n, write);
-            else gemm_any(w, first, last, s.x_rows.data() + r0, s.x_sums.data() + r0 * x_stride, n, write);
+            if (integer) int8_blocks(w, first, last, x_ints + r0, n, write);
+            else gemm_any(w, first, last, x_rows + r0, x_sums + r0 * x_stride, n, write);
         };
         auto at = [&](int m, int row) { return middle + static_cast<int64_t>(r0 + m) * inner + row; };
         product(experts[a].gate, [&](int m, int row, F16 value) { store_rows(at(m, row), silu(value, exact), inner - row); });
@@ -80,18 +81,18 @@ inline void expert_ffn(const float* x, int tokens, const int32_t* token_of, cons
             store_rows(to, load(gate) * value, inner - row);
         });
     });
-    if (integer) s.hidden_ints.quantise(s.hidden_rows.data(), rows, inner, threads);
+    if (integer) hidden_ints.quantise(hidden_rows, rows, inner, scratch, threads);
     else if (zero_mid)
         parallel_for(rows, threads,
-                     [&](int r) { ColumnSums::fill(s.hidden_rows[r], inner, s.hidden_sums.data() + r * hidden_stride); });
+                     [&](int r) { ColumnSums::fill(hidden_rows[r], inner, hidden_sums + r * hidden_stride); });
     parallel_for(active * out_tasks, threads, [&](int task) {
         int a = task / out_tasks, first = task % out_tasks * out_step, last = std::min(out_blocks, first + out_step);
         int r0 = offsets[a], n = offsets[a + 1] - r0;
         auto write = [&](int m, int row, F16 value) {
             store_rows(out + static_cast<int64_t>(r0 + m) * hidden + row, value, hidden - row);
         };
-        if (integer) int8_blocks(experts[a].down, first, last, s.hidden_ints.rows() + r0, n, write);
-        else gemm_any(experts[a].down, first, last, s.hidden_rows.data() + r0, s.hidden_sums.data() + r0 * hidden_stride, n, write);
+        if (integer) int8_blocks(experts[a].down, first, last, hidden_ints.rows() + r0, n, write);
+        else gemm_any(experts[a].down, first, last, hidden_rows + r0, hidden_sums + r0 * hidden_stride, n, write);
     });
 }
 

@@ -6,7 +6,6 @@
 // so an output's bits depend only on its row of x and its row of W.
 #pragma once
 #include <algorithm>
-#include <vector>
 
 #include "gemm_int8_core.hpp"
 #include "include/matrix.hpp"
@@ -150,25 +149,29 @@ inline void store_rows(float* to, F16 value, int count) {
     std::copy(lanes, lanes + count, to);
 }
 
-// Scratch of one thread that calls products; it grows to the largest call and is then reused.
-struct GemmScratch {
-    std::vector<const float*> rows;
-    std::vector<float> sums;
-    IntRows ints;
-};
+// Scratch that a product takes: where each row of x lies, and the rows as integers or their sums, whichever is more.
+inline size_t matmul_scratch_bytes(int tokens, int cols) {
+    return Scratch::aligned(sizeof(float*) * tokens) +
+           std::max(IntRows::bytes(tokens, cols), Scratch::aligned(sizeof(float) * tokens * ColumnSums::size(cols)));
+}
 
 // out (tokens, rows) = x (tokens, cols) · Wᵀ + bias. With `int8_activations` integer weights meet activations rounded to
 // int8; other weights are not affected.
-inline void matmul(const float* x, int tokens, const Matrix& w, const float* bias, float* out, GemmScratch& scratch,
-                   int threads, int block_size, bool int8_activations) {
+inline void matmul(const float* x, int tokens, const Matrix& w, const float* bias, float* out, Scratch& scratch, int threads,
+                   int block_size, bool int8_activations) {
     const bool integer = int8_activations && integer_weights(w);
     const int64_t stride = ColumnSums::size(w.cols);
-    if (scratch.rows.size() < static_cast<size_t>(tokens)) scratch.rows.resize(tokens);
-    if (scratch.sums.size() < static_cast<size_t>(tokens * stride)) scratch.sums.resize(tokens * stride);
-    for (int m = 0; m < tokens; ++m) scratch.rows[m] = x + static_cast<int64_t>(m) * w.cols;
-    if (integer) scratch.ints.quantise(scratch.rows.data(), tokens, w.cols, threads);
-    else if (has_zero_points(w.format))
-        for (int m = 0; m < tokens; ++m) ColumnSums::fill(scratch.rows[m], w.cols, scratch.sums.data() + m * stride);
+    scratch.begin(matmul_scratch_bytes(tokens, w.cols));
+    const float** rows = scratch.take<const float*>(tokens);
+    IntRows ints;
+    float* sums = nullptr;
+    for (int m = 0; m < tokens; ++m) rows[m] = x + static_cast<int64_t>(m) * w.cols;
+    if (integer) {
+        ints.quantise(rows, tokens, w.cols, scratch, threads);
+    } else if (has_zero_points(w.format)) {
+        sums = scratch.take<float>(tokens * stride);
+        for (int m = 0; m < tokens; ++m) ColumnSums::fill(rows[m], w.cols, sums + m * stride);
+    }
     const int per_task = blocks_per_task(block_size, w.blocks(), 1, tokens, threads);
     const int tasks = (w.blocks() + per_task - 1) / per_task;
     parallel_for(tasks, threads, [&](int task) {
@@ -182,8 +185,8 @@ inline void matmul(const float* x, int tokens, const Matrix& w, const float* bia
             }
             store_rows(out + static_cast<int64_t>(m) * w.rows + row, value, count);
         };
-        if (integer) int8_blocks(w, first, last, scratch.ints.rows(), tokens, write);
-        else gemm_any(w, first, last, scratch.rows.data(), scratch.sums.data(), tokens, write);
+        if (integer) int8_blocks(w, first, last, ints.rows(), tokens, write);
+        else gemm_any(w, first, last, rows, sums, tokens, write);
     });
 }
 

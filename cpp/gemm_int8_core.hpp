@@ -10,10 +10,10 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "include/int8.hpp"
 #include "include/matrix.hpp"
+#include "include/scratch.hpp"
 #include "include/threads.hpp"
 
 namespace colibri {
@@ -60,22 +60,27 @@ inline float quantise_row(const float* x, int cols, int8_t* q, float* scale, flo
     return bias;
 }
 
-// Rows of activations quantised once and read by many products. The arrays grow to the largest step and are then reused.
+// Rows of activations quantised once and read by many products.
 class IntRows {
    public:
-    const IntRow* rows() const { return rows_.data(); }
-
-    // x[m] (cols,) float32 → row m, on `threads`.
-    void quantise(const float* const* x, int tokens, int cols, int threads) {
+    static size_t bytes(size_t tokens, int cols) {
         const size_t width = padded_activations(cols), groups = activation_groups(cols);
-        if (q_.size() < tokens * width) q_.resize(tokens * width);
-        if (scale_.size() < tokens * groups) scale_.resize(tokens * groups), sums_.resize(2 * tokens * groups);
-        if (rows_.size() < static_cast<size_t>(tokens)) rows_.resize(tokens);
+        return Scratch::aligned(tokens * width) + Scratch::aligned(4 * tokens * groups) + Scratch::aligned(8 * tokens * groups) +
+               Scratch::aligned(tokens * sizeof(IntRow));
+    }
+    const IntRow* rows() const { return rows_; }
+
+    // x[m] (cols,) float32 → row m, in memory from `scratch`, on `threads`.
+    void quantise(const float* const* x, int tokens, int cols, Scratch& scratch, int threads) {
+        const size_t width = padded_activations(cols), groups = activation_groups(cols);
+        int8_t* all_q = scratch.take<int8_t>(tokens * width);
+        float *all_scales = scratch.take<float>(tokens * groups), *all_sums = scratch.take<float>(2 * tokens * groups);
+        rows_ = scratch.take<IntRow>(tokens);
         const int per_task = std::max<int>(1, 8192 / width);
         parallel_for((tokens + per_task - 1) / per_task, threads, [&](int task) {
             for (int m = task * per_task; m < std::min(tokens, (task + 1) * per_task); ++m) {
-                int8_t* q = q_.data() + m * width;
-                float *scale = scale_.data() + m * groups, *sums = sums_.data() + 2 * m * groups;
+                int8_t* q = all_q + m * width;
+                float *scale = all_scales + m * groups, *sums = all_sums + 2 * m * groups;
                 float bias = quantise_row(x[m], cols, q, scale, sums);
                 rows_[m] = {q, scale, sums, bias};
             }
@@ -83,9 +88,7 @@ class IntRows {
     }
 
    private:
-    std::vector<int8_t> q_;
-    std::vector<float> scale_, sums_;
-    std::vector<IntRow> rows_;
+    IntRow* rows_ = nullptr;
 };
 
 // Whether a matrix as it is stored has an integer path.

@@ -8,6 +8,7 @@ from .. import kernels
 from ..config import ModelConfig, RopeConfig
 from .kv_cache import KvCache
 from .memory import MemoryPool
+from .sizes import matmul_scratch
 
 
 class Rotary:
@@ -47,9 +48,10 @@ class Attention:
     def __call__(self, x: np.ndarray, kv: KvCache, arena) -> np.ndarray:
         """x (tokens, hidden) at positions kv.length … → (tokens, hidden) in the arena."""
         tokens, past = len(x), kv.length
-        q = self.q(x, arena.take((tokens, self.heads * self.head_dim), np.float32))
-        k = self.k(x, arena.take((tokens, self.kv_heads * self.head_dim), np.float32))
-        v = self.v(x, arena.take((tokens, self.kv_heads * self.head_dim), np.float32))
+        room = arena.take((matmul_scratch(tokens, max(self.q.cols, self.o.cols)),), np.uint8)
+        q = self.q(x, arena.take((tokens, self.heads * self.head_dim), np.float32), room)
+        k = self.k(x, arena.take((tokens, self.kv_heads * self.head_dim), np.float32), room)
+        v = self.v(x, arena.take((tokens, self.kv_heads * self.head_dim), np.float32), room)
         if self.qk_norm != "none":
             self._normalise(q, self.q_norm)
             self._normalise(k, self.k_norm)
@@ -64,7 +66,7 @@ class Attention:
         kv.write(self.layer, k, v.reshape(k.shape))
         out = arena.take(q.shape, np.float32)
         kv.attend(self.layer, q, self.window, self.scale, out, self.threads)
-        return self.o(out.reshape(tokens, -1), arena.take(x.shape, np.float32))
+        return self.o(out.reshape(tokens, -1), arena.take(x.shape, np.float32), room)
 
     def _normalise(self, x: np.ndarray, weight: np.ndarray) -> None:
         """RMS norm in place, per head or over all heads together, as wide as the weight is."""

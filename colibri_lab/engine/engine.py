@@ -21,7 +21,7 @@ from .memory import BLOCK, NEARLY_FULL, MemoryPool
 from .request import Request
 from .router import Router
 from .routers import RouterHook, chosen_only, decide
-from .sizes import EngineSizes, engine_sizes
+from .sizes import EngineSizes, engine_sizes, matmul_scratch
 
 HUGE_PAGES_FROM = 256 << 20  # bytes of a pool whose last huge page no longer shows in its size
 GATHER = 16  # tokens whose embedding is decoded at once: its temporaries stay small
@@ -139,9 +139,9 @@ class Engine:
             arena.rewind(start)
         kv.advance(tokens)
         with self.stage("head"):
-            if every:  # a result for the caller to keep, so not in the arena
-                return self._head(self._normed(x, self._norm, arena))
-            return self._head(self._normed(x[-1:], self._norm, arena), logits)
+            x = self._normed(x if every else x[-1:], self._norm, arena)
+            room = arena.take((matmul_scratch(len(x), self.config.hidden_size),), np.uint8)
+            return self._head(x, None if every else logits, room)  # all logits are for the caller to keep
 
     def _reroute(
         self, layer: Layer, h: np.ndarray, ids: np.ndarray, position: int, arena

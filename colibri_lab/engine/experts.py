@@ -7,6 +7,7 @@ import numpy as np
 from .. import kernels
 from ..checkpoint.container import Tensor
 from .linear import FIELDS, Linear, descriptor
+from .sizes import ffn_scratch, matmul_scratch
 
 
 class DenseFeedForward:
@@ -31,9 +32,10 @@ class DenseFeedForward:
         token_of[:] = np.arange(tokens)
         out = arena.take(x.shape, np.float32)
         hidden = arena.take((tokens, self.width), np.float32)
+        room = arena.take((ffn_scratch(tokens, tokens, 1, x.shape[1], self.width),), np.uint8)
         self._experts(
             x, self.memory, self._zero, self._zero, self.descriptors, self.factors, offsets, token_of, hidden, out,
-            **self.options,
+            **self.options, scratch=room,
         )  # fmt: skip
         return out
 
@@ -47,7 +49,8 @@ class SharedExpert:
     def __call__(self, x: np.ndarray, arena) -> np.ndarray:
         y = self.ffn(x, arena)
         if self.score is not None:
-            y *= 1.0 / (1.0 + np.exp(-self.score(x, arena.take((len(x), 1), np.float32))))
+            room = arena.take((matmul_scratch(len(x), x.shape[1]),), np.uint8)
+            y *= 1.0 / (1.0 + np.exp(-self.score(x, arena.take((len(x), 1), np.float32), room)))
         return y
 
 
@@ -99,9 +102,13 @@ class RoutedExperts:
         r0, r1 = int(self.offsets[first]), int(self.offsets[last])
         start = self.arena.mark()
         hidden = self.arena.take((r1 - r0, self.width), np.float32)
+        room = self.arena.take(
+            (ffn_scratch(len(self.x), r1 - r0, last - first, self.x.shape[1], self.width),), np.uint8
+        )
         self._experts(
             self.x, memory, buffers, self.active[first:last], self.descriptors, self.factors,
             self.offsets[first : last + 1] - r0, self.token_of[r0:r1], hidden, self.rows[r0:r1], **self.options,
+            scratch=room,
         )  # fmt: skip
         self.arena.rewind(start)
 

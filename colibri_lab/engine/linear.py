@@ -31,6 +31,7 @@ class Linear:
     """y = x · Wᵀ (+ bias). W stays in the mapped container file; x (tokens, cols) and y (tokens, rows) are float32.
 
     `load(name)`, here and in the other layers, gives the functions that compute: compiled kernels, or their numpy twins.
+    `room` is uint8 of sizes.matmul_scratch(tokens, cols) bytes or more, on a multiple of 64; without it the kernel keeps some.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class Linear:
         self._options = (options["threads"], options["block_size"], options["int8_activations"])
         self._matmul = load("gemm").matmul
 
-    def __call__(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def __call__(self, x: np.ndarray, out: np.ndarray | None = None, room: np.ndarray | None = None) -> np.ndarray:
         if out is None:
             out = np.empty((len(x), self.rows), np.float32)
-        self._matmul(x, self._memory, self._place, self._factor, self._bias, out, *self._options)
+        self._matmul(x, self._memory, self._place, self._factor, self._bias, out, *self._options, room)
         return out
 
 

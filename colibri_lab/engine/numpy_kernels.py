@@ -60,14 +60,16 @@ def _scaled(place: np.ndarray) -> bool:
     return _KINDS[int(place[2])] in ("int8", "int4", "mxfp4")
 
 
-def matmul(x, base, descriptor, factor, bias, out, threads=1, block_size=64, int8_activations=False) -> None:
+def matmul(
+    x, base, descriptor, factor, bias, out, threads=1, block_size=64, int8_activations=False, scratch=None
+) -> None:
     y = _product(x, matrix(base, descriptor, factor), int8_activations and _scaled(descriptor))
     out[:] = y if bias is None else y + bias
 
 
 def experts(
     x, memory, buffers, experts, descriptors, factors, offsets, token_of, hidden, out, threads=1, block_size=64, exact=True,
-    int8_activations=False,
+    int8_activations=False, scratch=None,
 ) -> None:  # fmt: skip
     for a, (buffer, expert) in enumerate(zip(buffers, experts, strict=True)):
         rows = slice(offsets[a], offsets[a + 1])

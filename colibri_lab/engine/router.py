@@ -10,6 +10,7 @@ from .. import kernels
 from ..config import RouterConfig
 from ..errors import ModelError, did_you_mean
 from .linear import Linear
+from .sizes import matmul_scratch
 
 KINDS = {"softmax": 0, "topk_softmax": 1, "sigmoid_group": 2}  # RouterKind in cpp/router_core.hpp
 
@@ -87,7 +88,8 @@ class Router:
 
     def logits(self, x: np.ndarray, arena) -> np.ndarray:
         """x (tokens, hidden) → (tokens, experts) float32 in the arena."""
-        return self.linear(x, arena.take((len(x), self.linear.rows), np.float32))
+        room = arena.take((matmul_scratch(len(x), self.linear.cols),), np.uint8)
+        return self.linear(x, arena.take((len(x), self.linear.rows), np.float32), room)
 
     def __call__(self, x: np.ndarray, arena) -> tuple[np.ndarray, np.ndarray]:
         """x (tokens, hidden) → ids (tokens, k) uint16 and weights (tokens, k) float32, in the arena."""

@@ -143,6 +143,38 @@ class Tally:
         self.used, self.asked = mark
 
 
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def _int_rows(tokens: int, cols: int) -> int:
+    """Rows rounded to int8: numbers, a scale and two sums for each 64 columns, and 32 bytes that say where they are."""
+    groups = -(-cols // 64)
+    return (
+        _aligned(64 * tokens * groups)
+        + _aligned(4 * tokens * groups)
+        + _aligned(8 * tokens * groups)
+        + _aligned(32 * tokens)
+    )
+
+
+def _row_sums(rows: int, cols: int) -> int:
+    """float32 sums over every 32, 64 and 128 columns and over all."""
+    return _aligned(4 * rows * (sum(-(-cols // width) for width in (32, 64, 128)) + 1))
+
+
+def matmul_scratch(tokens: int, cols: int) -> int:
+    """Bytes that one matrix product takes while it runs; as matmul_scratch_bytes in cpp/gemm_core.hpp."""
+    return _aligned(8 * tokens) + max(_int_rows(tokens, cols), _row_sums(tokens, cols))
+
+
+def ffn_scratch(tokens: int, rows: int, active: int, hidden: int, inner: int) -> int:
+    """Bytes that one call of the experts takes while it runs; as scratch_bytes in cpp/ffn.cpp."""
+    whole = _aligned(32 * rows) + _int_rows(tokens, hidden) + _int_rows(rows, inner)
+    parts = _row_sums(rows, hidden) + _row_sums(rows, inner)
+    return _aligned(144 * active) + _aligned(8 * tokens) + 2 * _aligned(8 * rows) + max(whole, parts)
+
+
 def walk(config: ModelConfig, tokens: int, settings: dict) -> dict[str, Tally]:
     """One forward pass of `tokens` tokens in which every expert that can be active is: main, router, expert_compute."""
     c, t, hidden = config, tokens, config.hidden_size
@@ -151,6 +183,7 @@ def walk(config: ModelConfig, tokens: int, settings: dict) -> dict[str, Tally]:
     for kind in dict.fromkeys(c.ffn):
         layer = main.mark()
         main.take(t, hidden)  # normed
+        main.take(matmul_scratch(t, max(hidden, c.num_heads * c.head_dim)), item=1)
         for width in (c.num_heads, c.num_kv_heads, c.num_kv_heads, c.num_heads):  # q, k, v, attended
             main.take(t, width * c.head_dim)
         main.take(t, hidden)  # attention's output
@@ -160,6 +193,7 @@ def walk(config: ModelConfig, tokens: int, settings: dict) -> dict[str, Tally]:
             _always(expert, t, hidden, c.dense_intermediate_size)
         else:
             for _ in range(2 if settings["prefetch"] == "lookahead" else 1):
+                router.take(matmul_scratch(t, hidden), item=1)
                 router.take(t, c.num_experts)
                 router.take(t, c.top_k, item=2)
                 router.take(t, c.top_k)
@@ -168,22 +202,25 @@ def walk(config: ModelConfig, tokens: int, settings: dict) -> dict[str, Tally]:
                 expert.take(*shape)  # local, offsets, token_of, row_of, cursor, rows
             rows = expert.mark()
             expert.take(t * c.top_k, c.expert_intermediate_size)
+            expert.take(ffn_scratch(t, t * c.top_k, active, hidden, c.expert_intermediate_size), item=1)
             expert.rewind(rows)
             expert.take(t, hidden)  # the experts' sum
             expert.rewind()
             router.rewind()
             if c.shared != "none":
-                _always(expert, t, hidden, c.shared_intermediate_size)
-                if c.shared == "gated":
-                    expert.take(t, 1)
-                    expert.rewind()
+                _always(expert, t, hidden, c.shared_intermediate_size, c.shared == "gated")
         main.rewind(layer)
     main.take(t, hidden)  # normed for the head, of all tokens when every logit is wanted
+    main.take(matmul_scratch(t, hidden), item=1)
     return {"main": main, "router": router, "expert_compute": expert}
 
 
-def _always(expert: Tally, tokens: int, hidden: int, width: int) -> None:
-    """A feed-forward that every token visits: offsets, token_of, output, hidden."""
+def _always(expert: Tally, tokens: int, hidden: int, width: int, gated: bool = False) -> None:
+    """A feed-forward that every token visits: offsets, token_of, output, hidden, and what its products take."""
     for shape in ((2,), (tokens,), (tokens, hidden), (tokens, width)):
         expert.take(*shape)
+    expert.take(ffn_scratch(tokens, tokens, 1, hidden, width), item=1)
+    if gated:
+        expert.take(matmul_scratch(tokens, hidden), item=1)
+        expert.take(tokens, 1)
     expert.rewind()

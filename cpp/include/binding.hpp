@@ -19,6 +19,7 @@ namespace colibri {
 template <class T, int Dims>
 using Array = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Room = std::optional<Array<uint8_t, 1>>;
 
 // An array argument. It is never converted: a silent copy would cost time, and results written to it would be lost.
 inline auto array(const char* name) { return nb::arg(name).noconvert(); }

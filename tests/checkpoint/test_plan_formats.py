@@ -36,7 +36,7 @@ RULES = {
 def equals_plain_model(directory):
     """The engine's logits are those of a plain forward pass over the container's dequantised arrays."""
     wanted, _ = forward(Container.open(directory, allow_fp32=True), TOKENS)
-    found = cl.open(directory, expert_cache_slots=3, allow_fp32=True).logits(TOKENS)
+    found = cl.open(directory, expert_cache_slots=3, allow_fp32=True, activations="fp32").logits(TOKENS)
     assert np.abs(found - wanted).max() < 2e-4
 
 

@@ -7,10 +7,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import colibri_lab as cl
+from colibri_lab import kernels
 from colibri_lab.engine import engine as engine_module
-from colibri_lab.engine.sizes import arena_peaks, blocks, walk
+from colibri_lab.engine.linear import pack_float32
+from colibri_lab.engine.sizes import arena_peaks, blocks, ffn_scratch, matmul_scratch, walk
 from colibri_lab.errors import MemoryPlanError, PoolExhausted, SettingError
 
 FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "glm4_moe")
@@ -242,3 +246,32 @@ def test_peaks_grow_with_the_chunk_and_not_with_the_context(tiny):
     assert all(small[name] < large[name] for name in ("prefill", "router", "expert_compute"))
     assert small["decode"] == large["decode"]
     assert cl.open(tiny, max_seq_len=1000).engine.sizes.peaks == large
+
+
+@given(
+    tokens=st.integers(1, 40),
+    k=st.integers(1, 8),
+    active=st.integers(1, 64),
+    hidden=st.integers(1, 700),
+    inner=st.integers(1, 700),
+)
+def test_the_plan_counts_what_products_take_while_they_run(tokens, k, active, hidden, inner):
+    gemm, ffn = kernels.load("gemm"), kernels.load("ffn")
+    assert matmul_scratch(tokens, hidden) == gemm.scratch_bytes(tokens, hidden)
+    assert ffn_scratch(tokens, tokens * k, active, hidden, inner) == ffn.scratch_bytes(
+        tokens, tokens * k, active, hidden, inner
+    )
+
+
+def test_a_product_takes_what_is_lent_and_no_more():
+    x, out = np.ones((3, 64), np.float32), np.empty((3, 16), np.float32)
+    memory, place = pack_float32(np.ones((16, 64), np.float32))
+    matmul, needed = kernels.load("gemm").matmul, matmul_scratch(3, 64)
+    room = np.zeros(needed + 64, np.uint8)
+    room = room[-room.ctypes.data % 64 :][:needed]
+    matmul(x, memory, np.array(place, np.int64), 1.0, None, out, scratch=room)
+    assert (out == 64).all()
+    with pytest.raises(ValueError, match=f"scratch has {needed - 64} bytes, {needed} are needed"):
+        matmul(x, memory, np.array(place, np.int64), 1.0, None, out, scratch=room[:-64])
+    with pytest.raises(ValueError, match="scratch must begin on a multiple of 64"):
+        matmul(x, memory, np.array(place, np.int64), 1.0, None, out, scratch=room[1:])

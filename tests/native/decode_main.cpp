@@ -22,8 +22,8 @@ struct Model {
     std::vector<int32_t> table, local, offsets, token_of, row_of, cursor;
     std::vector<uint16_t> ids;
     std::vector<Expert> active;
-    GemmScratch gemm;
-    FfnScratch ffn;
+    Scratch gemm;
+    Scratch ffn;
 
     Model(const Kind& kind, Random& random) {
         for (int i = 0; i < 4; ++i) own.push_back(stored(kind.format, kind.group, kHidden, kHidden, random, kind.symmetric));
@@ -60,6 +60,7 @@ struct Model {
             local[r] = r, active[r] = {parts[0].matrix, parts[1].matrix, parts[2].matrix};
         }
         fill_buckets(local.data(), 1, kK, kK, offsets.data(), token_of.data(), row_of.data(), cursor.data());
+        ffn.begin(ffn_scratch_bytes(1, kK, kHidden, kWidth));
         expert_ffn(h.data(), 1, token_of.data(), active.data(), offsets.data(), kK, ffn, middle.data(), rows.data(), 3, 16, true, integer);
         combine(rows.data(), row_of.data(), weights.data(), 1, kK, kHidden, y.data(), 3);
     }

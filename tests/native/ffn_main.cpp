@@ -40,10 +40,12 @@ static void step(const Kind& kind, int hidden, int width, int tokens, bool integ
         local[t * k + 1] = t % 5 == 4 ? -1 : (local[t * k] + 1 + static_cast<int>(random() % (experts - 1))) % experts;
     }
     int rows = fill_buckets(local.data(), tokens, k, experts, offsets.data(), token_of.data(), row_of.data(), cursor.data());
-    FfnScratch scratch;
+    Scratch scratch;
     std::vector<float> middle(static_cast<size_t>(rows) * width), out(static_cast<size_t>(rows) * hidden), again(out.size());
     std::vector<float> y(static_cast<size_t>(tokens) * hidden);
+    scratch.begin(ffn_scratch_bytes(tokens, rows, hidden, width));
     expert_ffn(x.data(), tokens, token_of.data(), table.data(), offsets.data(), experts, scratch, middle.data(), out.data(), 1, 16, true, integer);
+    scratch.begin(ffn_scratch_bytes(tokens, rows, hidden, width));
     expert_ffn(x.data(), tokens, token_of.data(), table.data(), offsets.data(), experts, scratch, middle.data(), again.data(), 3, 64, true, integer);
     EXPECT(out == again);
     combine(out.data(), row_of.data(), weights.data(), tokens, k, hidden, y.data(), 3);

@@ -9,7 +9,7 @@ static void agrees(const Kind& kind, int rows, int cols, int tokens, bool intege
     Stored w = stored(kind.format, kind.group, rows, cols, random, kind.symmetric);
     std::vector<float> x = noise(random, static_cast<size_t>(tokens) * cols), bias = noise(random, rows);
     std::vector<float> out(static_cast<size_t>(tokens) * rows), again(out.size()), alone(rows);
-    GemmScratch scratch;
+    Scratch scratch;
     matmul(x.data(), tokens, w.matrix, bias.data(), out.data(), scratch, 1, 16, integer);
     matmul(x.data(), tokens, w.matrix, bias.data(), again.data(), scratch, 3, 48, integer);
     EXPECT(out == again);  // threads and block size change no bit

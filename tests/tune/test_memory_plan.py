@@ -132,7 +132,7 @@ def nothing_allocated(monkeypatch):
     ("settings", "available", "message"),
     [
         (dict(expert_cache_slots=32), "30 MB", r"takes \d+ bytes \(\d+\.\d MB\), 30000000 \(30 MB\) are available; "
-                                               r"expert_cache_slots=13 is the most that fits\. Nothing was allocated"),
+                                               r"expert_cache_slots=12 is the most that fits\. Nothing was allocated"),
         (dict(), "17 MB", r"max_seq_len=1280 with expert_cache_slots=1 is the most that fits"),
         (dict(), "3 MB", r"no setting fits; weights that every token needs, mapped take 4473856 bytes of at least \d+\."),
     ],
@@ -145,8 +145,8 @@ def test_what_does_not_fit_is_refused_with_the_largest_that_does(tiny, settings,
 
 
 def test_the_proposed_settings_do_fit(tiny):
-    assert cl.memory_plan(tiny, available="30 MB", expert_cache_slots=13).fits
-    assert not cl.memory_plan(tiny, available="30 MB", expert_cache_slots=14, check=False).fits
+    assert cl.memory_plan(tiny, available="30 MB", expert_cache_slots=12).fits
+    assert not cl.memory_plan(tiny, available="30 MB", expert_cache_slots=13, check=False).fits
     assert cl.memory_plan(tiny, available="17 MB", expert_cache_slots=1, max_seq_len=1280).fits
     assert not cl.memory_plan(tiny, available="17 MB", expert_cache_slots=1, max_seq_len=1281, check=False).fits
 
