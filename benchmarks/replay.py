@@ -6,14 +6,15 @@ Workloads: 1 M Zipf(0.8) accesses over 4096 objects at 512 slots, and the OLMoE 
 On the first every access is an event of one block, so both programs do the same work and their hits can be compared.
 The peer gets its records from an oracleGeneral file in the page cache, by its own C++ reader. It is timed as it comes (a
 hash table of 2^24 entries) and tuned (2^14 entries: enough for the objects there are, and several times faster); `ratio`
-is against the first, `ratio_tuned` against the second. Times are CPU seconds of the one thread that works, best of the
-repeats, which are interleaved; spread is (worst - best) / best.
+is against the first, `ratio_tuned` against the second. Times are CPU seconds of the one thread that works, medians of the
+repeats, which are interleaved; spread is (worst - best) / median.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -72,17 +73,20 @@ def timed(work) -> tuple[float, object]:
 
 
 def race(contenders: dict, repeats: int) -> dict:
-    """Run every contender once per round, round after round; {name: (best_s, spread, result)}."""
+    """Run every contender once per round, round after round; {name: (median_s, spread, result)}."""
     times, results = {name: [] for name in contenders}, {}
     for _ in range(repeats):
         for name, work in contenders.items():
             seconds, results[name] = timed(work)
             times[name].append(seconds)
-    return {name: (min(t), (max(t) - min(t)) / min(t), results[name]) for name, t in times.items()}
+    return {
+        name: (statistics.median(t), (max(t) - min(t)) / statistics.median(t), results[name])
+        for name, t in times.items()
+    }
 
 
 def compare(workload: str, mine, slots: int, path: Path, peer_slots: int, accesses: int, repeats: int) -> list[dict]:
-    """A row per policy: million accesses per second of both, best of the repeats."""
+    """A row per policy: million accesses per second of both, median of the repeats."""
     native = kernels.load("replay")
     reader = peer.TraceReader(str(path), peer.TraceType.ORACLE_GENERAL_TRACE)
     rows = []
@@ -150,9 +154,10 @@ def main() -> int:
                 reader.reset()
                 peer.LRU(int(slots)).process_trace(reader)
 
-        peer_s = timed(peer_curve)[0]
-        ours_s = min(timed(lambda: native.lru_curve(simple))[0] for _ in range(args.repeats))
-        curve = {"ours_s": ours_s, "peer_s": peer_s, "ratio": peer_s / ours_s, "ours_sizes": 4096, "peer_sizes": 64}
+        curves = race({"ours": lambda: native.lru_curve(simple), "peer": peer_curve}, max(3, args.repeats // 2))
+        (ours_s, ours_spread, _), (peer_s, peer_spread, _) = curves["ours"], curves["peer"]
+        curve = {"ours_s": ours_s, "peer_s": peer_s, "ratio": peer_s / ours_s, "ours_sizes": 4096, "peer_sizes": 64,
+                 "ours_spread": ours_spread, "peer_spread": peer_spread}  # fmt: skip
     result = {"policies": rows, "curve": curve}
     if args.json:
         print(json.dumps(result))
