@@ -31,6 +31,9 @@ RIGHT = {
     "check_06_1": [(7.25, 0.984), [7, 0.98], {"ms at no miss": 7.4, "ms per miss": 1.0}],
     "check_06_2": [110, 110.0],
     "check_06_3": [5, 5.0],
+    "check_07_1": [19, 19.0],
+    "check_07_2": [3.43, 3.4],
+    "check_07_3": [8],
 }
 WRONG = {
     "check_01_1": {
@@ -139,6 +142,24 @@ WRONG = {
         9.2: "reading is not waiting",
         2.8: "waiting is wall time",
         7: "look again",
+    },
+    "check_07_1": {
+        316: "each of the 16 layers needs slots of its own",
+        20: "a slot is there whole or not at all",
+        8: "look again",
+    },
+    "check_07_2": {
+        4.95: "a token is computed, too",
+        1.44: "those are the hits",
+        1.11: "that reads every expert",
+        11.1: "compute alone",
+        2: "look again",
+    },
+    "check_07_3": {
+        7: "A could have won them all as well",
+        1: "a coin thrown once",
+        100: "each further pair halves the chance",
+        5: "look again",
     },
 }
 

@@ -1,12 +1,23 @@
 """Views that move: `run_monitor` while the model generates, `router_explorer` into its routers, `cache_tuner` over recorded
 routing, `memory_map` into the memory pool, `quality_explorer` and `matrix_explorer` into number formats, `profile_view` over a
 token's time, `kernel_bench` under the roofline, `what_if` around any question. Pictures that stay: `plots`, `router_plots`,
-`memory_plots`, and the findings of `cache_lessons`, `kernel_lessons`, `memory_lessons` and `profile_lessons`.
+`memory_plots`, `tune_plots`, and the findings of `cache_lessons`, `kernel_lessons`, `memory_lessons`, `plan_lessons` and
+`profile_lessons`.
 
 The views read what was recorded or replayed, so every number here can be had without a picture.
 """
 
-from . import cache_lessons, kernel_lessons, memory_lessons, memory_plots, plots, profile_lessons, router_plots
+from . import (
+    cache_lessons,
+    kernel_lessons,
+    memory_lessons,
+    memory_plots,
+    plan_lessons,
+    plots,
+    profile_lessons,
+    router_plots,
+    tune_plots,
+)
 from .cache_tuner import CacheTuner, cache_tuner
 from .exercises import check, fewest_slots
 from .kernel_bench import KernelBench, kernel_bench
@@ -40,6 +51,7 @@ __all__ = [
     "memory_map",
     "memory_plots",
     "pipeline",
+    "plan_lessons",
     "plots",
     "profile_lessons",
     "profile_view",
@@ -47,5 +59,6 @@ __all__ = [
     "router_explorer",
     "router_plots",
     "run_monitor",
+    "tune_plots",
     "what_if",
 ]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import MaxNLocator
 
 from ..errors import SettingError
 from .plots import Picture
 from .theme import FONT_PT, LIGHT, bytes_text
 
-_STORAGE = {"pread": ("hit", "-"), "direct": ("miss", "--"), "mmap": ("attention", "-."), "modelled": ("router", ":")}
-_SHARES = {"experts": "hit", "disk": "miss", "page cache": "prefetch", "dense": "attention", "management": "other"}
+STORAGE_STYLE = {
+    "pread": ("hit", "-"),
+    "direct": ("miss", "--"),
+    "mmap": ("attention", "-."),
+    "modelled": ("router", ":"),
+}
+SHARE_COLORS = {"experts": "hit", "disk": "miss", "page cache": "prefetch", "dense": "attention", "management": "other"}
 
 
 def _axes(title: str, x: str, y: str, verdict: str, size=(7.2, 3.8)):
@@ -23,6 +29,8 @@ def _axes(title: str, x: str, y: str, verdict: str, size=(7.2, 3.8)):
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color=LIGHT["rule"], lw=0.7)
     ax.set_axisbelow(True)
+    if x.startswith("slots"):
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     figure.supxlabel(verdict, fontsize=FONT_PT, x=0.01, ha="left", wrap=True)
     return figure, ax
 
@@ -43,7 +51,7 @@ def slots(plan, measured: pd.DataFrame | None = None) -> Picture:
         "decode, tokens/s", slots_verdict(plan),
     )  # fmt: skip
     for storage, rows in table.groupby("storage"):
-        color, dash = _STORAGE[storage]
+        color, dash = STORAGE_STYLE[storage]
         rows = rows.sort_values("slots")
         ax.fill_between(rows.slots, rows.low, rows.high, color=LIGHT[color], alpha=0.15, lw=0)
         ax.plot(
@@ -91,7 +99,7 @@ def shares(prediction) -> Picture:
     )
     at = 0.0
     for name, share in prediction.shares.items():
-        ax.barh([0], [100 * share], left=[at], color=LIGHT[_SHARES[name]], label=f"{name} {share:.0%}")
+        ax.barh([0], [100 * share], left=[at], color=LIGHT[SHARE_COLORS[name]], label=f"{name} {share:.0%}")
         at += 100 * share
     ax.set_yticks([])
     ax.set_xlim(0, 100)
@@ -107,7 +115,7 @@ def beside(table: pd.DataFrame) -> Picture:
     verdict = f"{len(table)} settings; predicted within {error.max():.1%} of measured at worst, {error.median():.1%} in the median."
     figure, ax = _axes("Predicted and measured", "slots", "decode, tokens/s", verdict)
     for storage, rows in table.groupby("storage") if "storage" in table else [("pread", table)]:
-        color, dash = _STORAGE[storage]
+        color, dash = STORAGE_STYLE[storage]
         rows = rows.sort_values("slots")
         ax.fill_between(rows.slots, rows.low, rows.high, color=LIGHT[color], alpha=0.15, lw=0)
         ax.plot(rows.slots, rows.predicted, dash, color=LIGHT[color], lw=1.8, label=f"{storage} predicted")

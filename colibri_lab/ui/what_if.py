@@ -50,11 +50,12 @@ class Finding:
 
 
 def what_if(work: Callable[..., Finding], *given, live: str = "auto", height: int = 260, **controls) -> WhatIf:
-    """A view of `work(*given, name=value, …)` with a slider for each range and a dropdown for each list.
+    """A view of `work(*given, name=value, …)` with a slider for each range, a dropdown for each list and a field for each text.
 
         what_if(lessons.warm_up, trace, slots=range(8, 65), policy=["lru", "lfu"])
 
-    Controls start at the default of `work`'s argument where it has one and the control offers it. Raises `SettingError`
+    Controls start at the default of `work`'s argument where it has one and the control offers it, fields at their text; a
+    field is read when Enter is pressed or it is left. Raises `SettingError`
     for an argument that `work` does not take, and whatever the first answer raises.
     """
     return WhatIf(work, given, controls, live, height)
@@ -64,7 +65,7 @@ class WhatIf(W.VBox):
     """See `what_if`. `finding` is what is on show; `state` is "running", "done" or "error" (then `error` is why)."""
 
     def __init__(
-        self, work, given: tuple, controls: dict[str, range | Sequence], live: str = "auto", height: int = 260
+        self, work, given: tuple, controls: dict[str, range | Sequence | str], live: str = "auto", height: int = 260
     ):
         self._worker = Newest(self._serve, "colibri-what-if")
         self._work, self._given = work, given
@@ -97,7 +98,7 @@ class WhatIf(W.VBox):
             if isinstance(control, W.IntSlider):
                 if not control.min <= value <= control.max:
                     raise SettingError(f"{name} must be {control.min} to {control.max}, got {value!r}")
-            elif value not in control.options:
+            elif isinstance(control, W.Dropdown) and value not in control.options:
                 raise SettingError(f"{name} cannot be {value!r}; {did_you_mean(str(value), map(str, control.options))}")
         with self._lock:
             self._quiet = True
@@ -129,17 +130,20 @@ class WhatIf(W.VBox):
         self.wait()
         return self.finding.png(path)
 
-    def _control(self, name: str, options: range | Sequence) -> W.IntSlider | W.Dropdown:
+    def _control(self, name: str, options: range | Sequence | str) -> W.IntSlider | W.Dropdown | W.Text:
         parameters = inspect.signature(self._work).parameters
         if name not in parameters:
             raise SettingError(f"what_if: {self._work.__name__} takes no {name!r}; {did_you_mean(name, parameters)}")
-        options = options if isinstance(options, range) else list(options)
+        options = options if isinstance(options, (range, str)) else list(options)
         start = parameters[name].default
-        start = start if start in options else options[len(options) // 2 if isinstance(options, range) else 0]
+        if not isinstance(options, str) and start not in options:
+            start = options[len(options) // 2 if isinstance(options, range) else 0]
         shown = {"description": name.replace("_", " "), "tooltip": f"{name} of {self._work.__name__}"}
         shown |= {"layout": W.Layout(width="auto", flex="1 1 260px", max_width="420px")}
         shown |= {"style": {"description_width": "initial"}}
-        if isinstance(options, range):
+        if isinstance(options, str):
+            control = W.Text(options, continuous_update=False, **shown)
+        elif isinstance(options, range):
             control = W.IntSlider(start, options[0], options[-1], step=options.step, **shown)
         else:
             control = W.Dropdown(options=options, value=start, **shown)
