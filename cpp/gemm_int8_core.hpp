@@ -152,15 +152,25 @@ inline void int_dots(const uint8_t* block, int64_t stride, int first, int last, 
     }
 }
 
+// Lines of the next row blocks, asked for little by little while many tokens pass over the present ones.
+struct Ahead {
+    const uint8_t* line = nullptr;
+    int lines = 0;  // a stretch of columns
+    void some() {
+        for (int i = 0; i < lines; ++i, line += 64) __builtin_prefetch(line, 0, 2);
+    }
+};
+
 // B row blocks from `block` on, times M tokens; sums[m][b] = y of sixteen rows, the factor aside.
 template <Format F, int M, int B>
-inline void int_tile(const Matrix& w, int block, const IntRow* x, F16 (&sums)[M][B]) {
+inline void int_tile(const Matrix& w, int block, const IntRow* x, F16 (&sums)[M][B], Ahead& ahead) {
     const uint8_t* data = w.data + block * w.block_bytes();
     const int stretch = w.group == kSumStretch ? kSumStretch : kActivationGroup;
     const F16 offset = set1(Unsigned<F>::kOffset);
     COLIBRI_UNROLL for (int m = 0; m < M; ++m)
         COLIBRI_UNROLL for (int b = 0; b < B; ++b) sums[m][b] = set1(0.0f);
     for (int first = 0; first < w.cols; first += stretch) {
+        ahead.some();
         I32 dots[M][B];
         int_dots<F, M, B>(data, w.block_bytes(), first, std::min(w.cols, first + stretch), x, dots);
         const int g = first / kActivationGroup, s = first / kSumStretch;
@@ -194,30 +204,37 @@ inline void int_tile(const Matrix& w, int block, const IntRow* x, F16 (&sums)[M]
 }
 
 template <Format F, int M, int B, class Write>
-inline void int_tile_out(const Matrix& w, int block, const IntRow* x, int token, Write& write) {
+inline void int_tile_out(const Matrix& w, int block, const IntRow* x, int token, Write& write, Ahead& ahead) {
     F16 sums[M][B];
-    int_tile<F, M, B>(w, block, x + token, sums);
+    int_tile<F, M, B>(w, block, x + token, sums, ahead);
     for (int m = 0; m < M; ++m)
         for (int b = 0; b < B; ++b) write(token + m, 16 * (block + b), sums[m][b] * set1(w.factor));
+}
+
+// Tokens t0 … t1 - 1 times B row blocks, in tiles as large as there are tokens for.
+template <Format F, int B, class Write>
+inline void int_tiles(const Matrix& w, int block, const IntRow* x, int t0, int t1, Write& write, Ahead ahead) {
+    constexpr int kHalf = kIntTokens / 2;
+    int t = t0;
+    for (; t + kIntTokens <= t1; t += kIntTokens) int_tile_out<F, kIntTokens, B>(w, block, x, t, write, ahead);
+    if constexpr (kHalf > 1)
+        for (; t + kHalf <= t1; t += kHalf) int_tile_out<F, kHalf, B>(w, block, x, t, write, ahead);
+    for (; t < t1; ++t) int_tile_out<F, 1, B>(w, block, x, t, write, ahead);
 }
 
 template <Format F, class Write>
 void int_blocks(const Matrix& w, int first, int last, const IntRow* x, int tokens, Write& write) {
     constexpr int kSuper = 96;  // tokens whose rows should stay in L2 while a stretch of W passes
     for (int t0 = 0; t0 < tokens; t0 += kSuper) {
-        const int t1 = std::min(tokens, t0 + kSuper);
+        const int t1 = std::min(tokens, t0 + kSuper), steps = (t1 - t0 + kIntTokens - 1) / kIntTokens * activation_groups(w.cols);
         int b = first;
         if (t1 - t0 >= kIntTokens)
-            for (; b + kIntBlocks <= last; b += kIntBlocks) {
-                int t = t0;
-                for (; t + kIntTokens <= t1; t += kIntTokens) int_tile_out<F, kIntTokens, kIntBlocks>(w, b, x, t, write);
-                for (; t < t1; ++t) int_tile_out<F, 1, kIntBlocks>(w, b, x, t, write);
+            for (const int64_t bytes = kIntBlocks * w.block_bytes(); b + kIntBlocks <= last; b += kIntBlocks) {
+                const uint8_t* next = w.data + b * w.block_bytes() + bytes;
+                const bool more = b + kIntBlocks < last;
+                int_tiles<F, kIntBlocks>(w, b, x, t0, t1, write, {next, more ? static_cast<int>(bytes / 64 / steps) + 1 : 0});
             }
-        for (; b < last; ++b) {
-            int t = t0;
-            for (; t + kIntTokens <= t1; t += kIntTokens) int_tile_out<F, kIntTokens, 1>(w, b, x, t, write);
-            for (; t < t1; ++t) int_tile_out<F, 1, 1>(w, b, x, t, write);
-        }
+        for (; b < last; ++b) int_tiles<F, 1>(w, b, x, t0, t1, write, {});
     }
 }
 
