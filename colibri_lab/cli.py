@@ -161,11 +161,16 @@ def run(args: argparse.Namespace) -> int:
             print(cl.open(args.model, **given_settings(args, "open")).summary())
         return code
     prompt = read_prompt(args)
+    if args.trace and Path(args.trace).exists():
+        raise StorageError(f"{args.trace} is already there; name another file for the trace")
     lab = cl.open(args.model, **given_settings(args, "open"))
     print(lab.summary(), file=sys.stderr)
     lab.warmup(args.warmup)
     before = cached_share(lab) if args.record else None
-    done = stream_text(lab, prompt, given_settings(args, "generate"), show=not args.json)
+    with lab.record() if args.trace else contextlib.nullcontext() as recorder:
+        done = stream_text(lab, prompt, given_settings(args, "generate"), show=not args.json)
+    if args.trace:
+        print(f"trace of {len(recorder)} events in {recorder.save(args.trace)}", file=sys.stderr)
     advice = advise(done, lab)
     if args.record:
         print(f"run record {done.save(lab, page_cache_before=before).id}", file=sys.stderr)
@@ -328,6 +333,7 @@ def build_parser() -> Parser:
         "--settings", metavar="FILE", help="settings file, as `colibri tune` and `plan --out` write it; flags win"
     )
     p.add_argument("--record", action="store_true", help="keep a run record, see `colibri runs`")
+    p.add_argument("--trace", metavar="FILE", help="write which experts each token went to, for `colibri replay`")
     p.add_argument("--profile", action="store_true", help="print the share of time of each stage, and advice")
     p.add_argument("--validate", action="store_true", help="check the model's files and exit, without generating")
     p.add_argument("--verbose", action="store_true", help="print every effective setting and the memory by part")

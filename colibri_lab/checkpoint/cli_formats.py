@@ -1,4 +1,4 @@
-"""The commands about number formats: `quantize`, `calibration-data` and `quality`."""
+"""The commands about containers: `quantize`, `calibration-data`, `quality` and `export`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..cli import add_settings, command, count, given_settings, print_json
 
 
 def add_commands(commands) -> None:
-    """Add all three to `commands`, the sub-parsers of the main command line."""
+    """Add all four to `commands`, the sub-parsers of the main command line."""
     p = command(commands, "quantize", quantize, "make a quantised container from a 16-bit one")
     _add_directory(p, "16-bit container")
     p.add_argument("--output", "--output-dir", metavar="DIR", required=True, help="container to write")
@@ -44,6 +44,11 @@ def add_commands(commands) -> None:
     )
     p.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(p, "open")
+
+    p = command(commands, "export", export, "pack a container with its tokenizer into one tar file to hand on")
+    _add_directory(p, "container to pack")
+    p.add_argument("--output", metavar="FILE", required=True, help="tar file to write")
+    p.add_argument("--overwrite", action="store_true", help="replace a file that is already there")
 
 
 def add_format_options(p: argparse.ArgumentParser) -> None:
@@ -90,6 +95,15 @@ def calibration_data(args: argparse.Namespace) -> int:
     lab = open_model(args.model) if args.model else None
     number = write_calibration(args.output, args.texts, lab=lab, prompts=prompts, own=args.own, seed=args.seed)
     print(f"{args.output}: {number} texts")
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    """Pack a container."""
+    from .export import export
+
+    names = export(args.model, args.output, args.overwrite)
+    print(f"{args.output}: {len(names)} files; tar -xf {args.output} unpacks them into {names[0].split('/')[0]}")
     return 0
 
 

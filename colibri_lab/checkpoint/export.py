@@ -7,15 +7,19 @@ import tarfile
 from pathlib import Path
 
 from ..engine.tokenizer import Tokenizer
+from ..errors import StorageError
 from .container import Container
 from .files import AtomicFile
 
 
-def export(directory: str | os.PathLike, archive: str | os.PathLike) -> list[str]:
+def export(directory: str | os.PathLike, archive: str | os.PathLike, overwrite: bool = False) -> list[str]:
     """Write the container `directory` to the tar file `archive`; returns the names inside, which start with its name.
 
-    Raises `ContainerError` when files are missing and `TokenizerError` when the tokenizer is missing or another model's.
+    Raises `ContainerError` when files are missing, `TokenizerError` when the tokenizer is missing or another model's,
+    `StorageError` when the archive is there already or cannot be written.
     """
+    if Path(archive).exists() and not overwrite:
+        raise StorageError(f"{archive}: there is a file already; choose another name or give --overwrite")
     box = Container.open(directory, allow_fp32=True)
     Tokenizer(box.dir)
     top = box.dir.resolve().name

@@ -14,6 +14,7 @@ from colibri_lab.checkpoint.convert import convert
 from colibri_lab.checkpoint.export import export
 from colibri_lab.checkpoint.layout import npy_path
 from colibri_lab.checkpoint.validate import validate
+from colibri_lab.cli import main
 from colibri_lab.errors import ContainerError, TokenizerError
 
 
@@ -77,3 +78,13 @@ def test_an_archive_without_the_right_tokenizer_is_refused(container, tmp_path, 
     with pytest.raises(TokenizerError, match="tokenizer.json: file is missing"):
         export(container, tmp_path / "model.tar")
     assert not (tmp_path / "model.tar").exists()
+
+
+def test_the_command_packs_and_does_not_replace(converted, tmp_path, capsys):
+    directory, archive = converted("glm4_moe"), tmp_path / "model.tar"
+    assert main(["export", str(directory), "--output", str(archive)]) == 0
+    assert "tar -xf" in capsys.readouterr().out
+    before = archive.read_bytes()
+    assert main(["export", str(directory), "--output", str(archive)]) == 1
+    assert "model.tar: there is a file already" in capsys.readouterr().err and archive.read_bytes() == before
+    assert main(["export", str(directory), "--output", str(archive), "--overwrite"]) == 0

@@ -202,3 +202,26 @@ def test_locality_text_and_json(colibri, olmoe):
     assert report["summary"]["distinct_experts"] == 60.875
     assert report["sch"][15]["slots"] == 16
     assert report["srp"][0]["low"] is None, "one sample gives no interval"
+
+
+def test_a_run_writes_a_trace_that_replays_to_its_own_hits(colibri, tmp_path):
+    file = tmp_path / "run.parquet"
+    words = (
+        "run",
+        "--model",
+        "colibri-tiny",
+        "--prompt",
+        "In those days",
+        "--max-tokens",
+        12,
+        "--expert-cache-slots",
+        8,
+    )
+    code, out, err = colibri(*words, "--trace", file, "--json")
+    assert code == 0 and f"in {file}" in err
+    cache = json.loads(out)["cache"]
+    replayed = load_trace(file).replay(policy="lru", slots=8, phase="all")
+    assert replayed.hits.sum() == sum(row["hits"] for row in cache)
+    before = file.read_bytes()
+    code, _, err = colibri(*words, "--trace", file)
+    assert code == 1 and "run.parquet is already there" in err and file.read_bytes() == before
