@@ -34,6 +34,8 @@ RIGHT = {
     "check_07_1": [19, 19.0],
     "check_07_2": [3.43, 3.4],
     "check_07_3": [8],
+    "check_08_1": [131072, 128 * 1024],
+    "check_08_2": [1000],
 }
 WRONG = {
     "check_01_1": {
@@ -160,6 +162,17 @@ WRONG = {
         1: "a coin thrown once",
         100: "each further pair halves the chance",
         5: "look again",
+    },
+    "check_08_1": {
+        4096: "that is one layer",
+        65536: "keys and values, two of each",
+        32768: "two bytes for each number",
+        128: "look again",
+    },
+    "check_08_2": {
+        100: "enough for a P99",
+        999: "999 are not",
+        10000: "look again",
     },
 }
 

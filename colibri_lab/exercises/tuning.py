@@ -1,4 +1,4 @@
-"""Exercises of notebook 07, tuning."""
+"""Exercises of notebooks 07, tuning, and 08, claims."""
 
 from __future__ import annotations
 
@@ -60,5 +60,34 @@ def check_07_3(answer) -> Answer:
             (pairs - 1, "one side in particular wins all of them that rarely, but A could have won them all as well"),
             (1, "one pair is a coin thrown once"),
             (100, "1 % does not mean 100 runs: each further pair halves the chance"),
+        ],
+    )  # fmt: skip
+
+
+def check_08_1(answer) -> Answer:
+    """Bytes of KV cache of one token in Mixtral-8x7B: 32 layers, 8 heads of keys and values of 128 numbers each, fp16."""
+    from ..tune.shapes import find_shape
+
+    shape = find_shape("Mixtral-8x7B")
+    layer = 2 * shape.kv_elements
+    return compare(
+        answer, layer * shape.layers, 0, unit=" bytes",
+        why="A claim of 128 bytes a token is off by a factor of a thousand.",
+        typical=[
+            (layer, f"that is one layer; each of the {shape.layers} keeps keys and values of its own"),
+            (layer * shape.layers / 2, "keys and values, two of each; or two bytes for each number"),
+            (layer * shape.layers / 4, "keys and values, and two bytes for each number"),
+        ],
+    )  # fmt: skip
+
+
+def check_08_2(answer) -> Answer:
+    """Fewest requests of which one is slower than the P99.9."""
+    return compare(
+        answer, 1000, 0, unit=" requests",
+        why="With fewer, the P99.9 is the slowest request by another name.",
+        typical=[
+            (100, "that is enough for a P99; here one in a thousand is slower"),
+            (999, "one of them is slower, and 999 are not"),
         ],
     )  # fmt: skip

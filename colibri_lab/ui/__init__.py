@@ -1,14 +1,15 @@
 """Views that move: `run_monitor` while the model generates, `router_explorer` into its routers, `cache_tuner` over recorded
 routing, `memory_map` into the memory pool, `quality_explorer` and `matrix_explorer` into number formats, `profile_view` over a
 token's time, `kernel_bench` under the roofline, `what_if` around any question. Pictures that stay: `plots`, `router_plots`,
-`memory_plots`, `tune_plots`, and the findings of `cache_lessons`, `kernel_lessons`, `memory_lessons`, `plan_lessons` and
-`profile_lessons`.
+`memory_plots`, `tune_plots`, and the findings of `cache_lessons`, `claim_lessons`, `kernel_lessons`, `memory_lessons`,
+`plan_lessons` and `profile_lessons`.
 
 The views read what was recorded or replayed, so every number here can be had without a picture.
 """
 
 from . import (
     cache_lessons,
+    claim_lessons,
     kernel_lessons,
     memory_lessons,
     memory_plots,
@@ -43,6 +44,7 @@ __all__ = [
     "cache_lessons",
     "cache_tuner",
     "check",
+    "claim_lessons",
     "fewest_slots",
     "kernel_bench",
     "kernel_lessons",
