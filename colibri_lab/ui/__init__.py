@@ -2,7 +2,7 @@
 routing, `memory_map` into the memory pool, `quality_explorer` and `matrix_explorer` into number formats, `profile_view` over a
 token's time, `kernel_bench` under the roofline, `what_if` around any question. Pictures that stay: `plots`, `router_plots`,
 `memory_plots`, `tune_plots`, and the findings of `cache_lessons`, `claim_lessons`, `kernel_lessons`, `memory_lessons`,
-`plan_lessons` and `profile_lessons`.
+`plan_lessons`, `profile_lessons` and `start_lessons`.
 
 The views read what was recorded or replayed, so every number here can be had without a picture.
 """
@@ -17,6 +17,7 @@ from . import (
     plots,
     profile_lessons,
     router_plots,
+    start_lessons,
     tune_plots,
 )
 from .cache_tuner import CacheTuner, cache_tuner
@@ -61,6 +62,7 @@ __all__ = [
     "router_explorer",
     "router_plots",
     "run_monitor",
+    "start_lessons",
     "tune_plots",
     "what_if",
 ]

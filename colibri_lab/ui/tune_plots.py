@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from ..errors import SettingError
+from ..units import format_size
 from .plots import Picture
 from .theme import FONT_PT, LIGHT, bytes_text
 
@@ -70,7 +71,7 @@ def slots(plan, measured: pd.DataFrame | None = None) -> Picture:
             ms=12,
             label=f"measured, {len(stars)} setting(s)",
         )
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 1.06 * ax.get_ylim()[1])
     ax.legend(fontsize=FONT_PT, framealpha=0.85)
     return figure
 
@@ -120,7 +121,7 @@ def beside(table: pd.DataFrame) -> Picture:
         ax.fill_between(rows.slots, rows.low, rows.high, color=LIGHT[color], alpha=0.15, lw=0)
         ax.plot(rows.slots, rows.predicted, dash, color=LIGHT[color], lw=1.8, label=f"{storage} predicted")
         ax.plot(rows.slots, rows.measured, "*", color=LIGHT[color], mfc="white", ms=11, label=f"{storage} measured")
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 1.06 * ax.get_ylim()[1])
     ax.legend(fontsize=FONT_PT, framealpha=0.85)
     return figure
 
@@ -136,7 +137,7 @@ def disk(probe) -> Picture:
         f"Best {best.bytes_per_s / 1e9:.2f} GB/s, {int(best.depth)} reads of {bytes_text(best.block_bytes)} under way; "
         f"reads were {how}; n = {int(table.n.min())} or more each."
     )
-    figure, ax = _axes("Cold random reads", "bytes of one read", "GB/s", verdict)
+    figure, ax = _axes("Cold random reads", "size of one read", "GB/s", verdict)
     marks = ["o-", "s--", "^-.", "D:"]
     for mark, (depth, rows) in zip(marks * 4, table.groupby("depth"), strict=False):
         rows = rows.sort_values("block_bytes")
@@ -144,7 +145,9 @@ def disk(probe) -> Picture:
                 label=f"{depth} under way")  # fmt: skip
         ax.fill_between(rows.block_bytes, rows.low / 1e9, rows.high / 1e9, color=LIGHT["hit"], alpha=0.07, lw=0)
     ax.set_xscale("log", base=2)
-    ax.set_ylim(bottom=0)
+    sizes = sorted(table.block_bytes.unique())
+    ax.set_xticks(sizes, [format_size(size, binary=True) for size in sizes], fontsize=FONT_PT)
+    ax.set_ylim(0, 1.06 * ax.get_ylim()[1])
     ax.legend(fontsize=FONT_PT, framealpha=0.85)
     return figure
 
@@ -163,5 +166,5 @@ def comparison(found) -> Picture:
     ax.set_xticks(
         range(len(groups)), [f"{names[side]}, n = {count}" for side, count in groups.items()], fontsize=FONT_PT
     )
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 1.06 * ax.get_ylim()[1])
     return figure

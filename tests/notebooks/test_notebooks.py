@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 from pathlib import Path
@@ -190,3 +191,73 @@ def test_quantisation_shows_what_it_says(executed):
     assert hot[1:3] == cold[1:3] and float(hot[3]) < float(cold[3])  # the same bytes, and the answers move more
     for name in ("check-1", "check-2", "check-3"):
         assert "no answer yet" in shown(cells[name])
+
+
+@pytest.mark.notebook
+def test_tuning_shows_what_it_says(executed):
+    cells = {cell.id: cell for cell in executed(ROOT / "notebooks/07_tune_your_model.ipynb").cells}
+    for setting in ("expert_cache_slots", "policy", "storage", "threads"):
+        assert setting in shown(cells["reasons"])
+    rows = [line.split() for line in shown(cells["beside-table"]).splitlines()[1:]]
+    assert len(rows) == 4 and all(float(row[3]) > 0 and float(row[6]) > 0 for row in rows)  # predicted, measured
+    settings = json.loads(printed(cells["export"]))["settings"]
+    assert settings["storage"] == "direct" and f"--policy {settings['policy']}" in printed(cells["command"])
+    for name in ("check-guess", "check-1", "check-2", "check-3"):
+        assert "no answer yet" in shown(cells[name])
+
+
+@pytest.mark.notebook
+def test_claims_shows_what_it_says(executed):
+    cells = {cell.id: cell for cell in executed(ROOT / "notebooks/08_claims.ipynb").cells}
+    cards = "".join(o.data["text/html"] for c in ("memory", "cache", "formats", "kernels", "hardware")
+                    for o in cells[c].outputs if "text/html" in o.get("data", {}))  # fmt: skip
+    assert cards.count("Here: ") == 27 and "<b>failed</b>" not in cards
+    assert "8 to 12 points" in cards and "<b>implausible</b>" in cards
+    for name in ("check-guess", "check-1", "check-2"):
+        assert "no answer yet" in shown(cells[name])
+
+
+# What learners get wrong, and the cells that show what is true.
+MISCONCEPTIONS = {
+    "8x7B is eight models": "00 parts parts-static",
+    "only active weights need memory": "00 touched touched-static",
+    "the router chooses per prompt": "01 static overlap olmoe",
+    "experts are school subjects": "01 domains domains-table divergence",
+    "unused experts can go": "01 masking without",
+    "softmax before or after top-k": "01 rules",
+    "the correction bias is part of the weight": "01 bias rules",
+    "more k is better": "01 k",
+    "shared experts are routed": "01 others hits",
+    "balanced training is even use": "01 balance",
+    "temperature 0 varies as routing is random": "01 flips",
+    "hit rate is the cached share": "02 repeats repeats-static",
+    "a small cache has a small benefit": "02 cliff cliff-static cliff-models",
+    "a smarter policy or pins fix it": "02 policies policies-static",
+    "prefetch is free": "02 prefetch prefetch-helps prefetch-hurts prefetch-same prefetch-live",
+    "mmap uses no memory": "03 mapped mapped-still",
+    "an arena is a collector, held is leaked": "03 moves pointer phases",
+    "enough free bytes fit": "03 holes holes-live",
+    "4-bit is 4 bits": "04 bits groups",
+    "quantise the router too": "04 router router-picture",
+    "int4 halves the time": "05 formats formats-one formats-many",
+    "more threads are faster": "05 threads threads-static",
+    "other last digits are a bug": "05 order order-static",
+    "reload loads new C++": "05 edit two-versions",
+    "hits up is speed up": "06 qwen qwen-static qwen-table",
+    "more cache is always faster": "06 squeeze squeeze-table",
+    "prefill is decode": "06 prompt prompt-static prompt-live",
+    "batching and drafting are free": "06 batch batch-static batch-draft",
+    "one token warms it up": "06 warm warm-static warm-live",
+}
+
+
+@pytest.mark.notebook
+@pytest.mark.parametrize("wrong", MISCONCEPTIONS)
+def test_every_misconception_meets_its_experiment(wrong, executed):
+    number, *names = MISCONCEPTIONS[wrong].split()
+    (path,) = (path for path in NOTEBOOKS if path.stem.startswith(number))
+    cells = {cell.id: cell for cell in executed(path).cells}
+    for name in names:
+        assert any(o.output_type != "stream" or o.text.strip() for o in cells[name].outputs), name
+        after = [cell for cell in executed(path).cells[list(cells).index(name) :] if cell.cell_type == "markdown"]
+        assert after, f"nothing is said after {name}"
