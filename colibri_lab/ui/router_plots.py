@@ -12,16 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.font_manager import findfont, get_font
 
 from .. import routing
 from ..engine.routers import TopK
 from ..routing import Reading
 from . import router_frames as frames
 from .plots import Picture, draw
+from .signs import columns, drawable, families
 from .theme import FONT_PT, LIGHT
 
-MONO = "DejaVu Sans Mono"
 LINE = 118  # characters in a line of tokens
 PALETTE = (
     "hit",
@@ -116,7 +115,7 @@ def _lay_out(look: frames.Look) -> list[_Placed]:
     placed, row, at = [], 0, 0.0
     for piece, ids in zip(look.reading.pieces, look.choices[look.layer][0], strict=True):
         text = drawable(frames.visible(piece))
-        size = len(text) + len(str(ids[0])) + 1.4
+        size = columns(text) + len(str(ids[0])) + 1.4
         if at + size > LINE:
             row, at = row + 1, 0.0
         placed.append(_Placed(text, int(ids[0]), row, at))
@@ -130,7 +129,7 @@ def draw_tokens(ax, look: frames.Look, lines: int = 3, frame: bool = True) -> No
     ax.set_axis_off()
     placed, colors = _lay_out(look), expert_colors(look)
     if frame:
-        blank = ", ▯: not in this font" * any("▯" in p.text for p in placed)
+        blank = r", \u…: no font here has the sign" * any(r"\u" in p.text for p in placed)
         title = f"Text, coloured and numbered by each token's first expert in layer {look.layer}{blank}"
         ax.set_title(title, loc="left", fontsize=FONT_PT)
     top = int(np.clip(placed[look.token].row - lines // 2, 0, max(placed[-1].row + 1 - lines, 0)))
@@ -140,7 +139,7 @@ def draw_tokens(ax, look: frames.Look, lines: int = 3, frame: bool = True) -> No
         edge = LIGHT["ink"] if frame and token == look.token else "none"
         box = {"boxstyle": "round,pad=0.1", "fc": _tint(colors.get(place.leader)), "ec": edge, "lw": 1.4}
         y = place.row - top + 0.5
-        text = ax.text(place.column, y, place.text, family=MONO, fontsize=FONT_PT, va="center", bbox=box)
+        text = ax.text(place.column, y, place.text, family=families(), fontsize=FONT_PT, va="center", bbox=box)
         style = {"fontsize": FONT_PT, "color": "#666666", "va": "center"}
         ax.annotate(str(place.leader), (1, 0.5), xycoords=text, xytext=(1.5, -1.5), textcoords="offset points", **style)
 
@@ -156,12 +155,6 @@ def token_window(look: frames.Look, most: int) -> tuple[int, int]:
     count = len(look.reading.token_ids)
     first = int(np.clip(look.token - most // 2, 0, max(count - most, 0)))
     return first, min(first + most, count)
-
-
-def drawable(text: str) -> str:
-    """`text` with a box for what the font has no sign for."""
-    font = get_font(findfont(MONO))
-    return "".join(c if font.get_char_index(ord(c)) else "▯" for c in text)
 
 
 def _tint(name: str | None) -> str:

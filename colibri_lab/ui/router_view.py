@@ -20,8 +20,8 @@ from ..errors import ColibriError
 from ..routing import Reading, read, texts
 from ..routing.reading import token_nats
 from . import router_frames as frames
-from .latest import Latest
 from .live import live_plot
+from .newest import Newest
 from .plots import Picture
 from .router_plots import draw_panels, expert_colors, token_window
 from .theme import CSS, LIGHT, bytes_text
@@ -58,7 +58,7 @@ class RouterExplorer(W.VBox):
         self.look: frames.Look | None = None
         self._lock = threading.RLock()
         self._model = threading.Lock()  # whoever holds it may use the lab for this view
-        self._latest = Latest(self._serve, "colibri-router")
+        self._worker = Newest(self._serve, "colibri-router")
         self._quiet = False  # True while code, not a reader, moves a control
         self._nats: dict[tuple, float] = {}  # (text, k, temperature) → loss
         self._panels = [live_plot(live) for _ in range(4)]
@@ -86,7 +86,7 @@ class RouterExplorer(W.VBox):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being read or measured. True when that is so."""
-        return self._latest.wait(timeout_s)
+        return self._worker.wait(timeout_s)
 
     def as_trained(self, _=None) -> None:
         """Back to the model's own k and temperature."""
@@ -97,8 +97,7 @@ class RouterExplorer(W.VBox):
 
     def close(self) -> None:
         """Wait for what is under way, and free the widgets."""
-        self._latest.clear()
-        self.wait(30)
+        self._worker.stop(30)
         super().close()
 
     @property
@@ -263,9 +262,9 @@ class RouterExplorer(W.VBox):
         wanted = self._wanted()
         if self._needs_model(wanted):
             self._enter("busy", "reading …" if self._changed(wanted) else "measuring the loss …")
-            self._latest.submit(wanted)
+            self._worker.submit(wanted)
         else:
-            self._latest.clear()
+            self._worker.stop(0)  # the lock is held: what runs is not waited for
             self._enter("ready" if self.reading else "empty", "")
 
     def _changed(self, wanted) -> bool:
@@ -276,7 +275,7 @@ class RouterExplorer(W.VBox):
 
     # The model, on any thread
 
-    def _serve(self, wanted) -> None:
+    def _serve(self, wanted, stale=None) -> None:
         try:
             self._work(wanted)
         except Exception as error:

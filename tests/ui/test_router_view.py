@@ -17,7 +17,6 @@ from colibri_lab.errors import ColibriError, SettingError
 from colibri_lab.trace import locality
 from colibri_lab.ui import router_explorer, router_plots
 from colibri_lab.ui import router_frames as frames
-from colibri_lab.ui.latest import Latest
 from colibri_lab.ui.router_view import OWN_TEXT
 
 TEXT = "def f(x):\n    return x + 1\n"
@@ -380,25 +379,3 @@ def test_every_picture_is_drawn_within_its_canvas(lab, readings):
         picture.draw_without_rendering()
         box = picture._supxlabel.get_window_extent() if picture._supxlabel else None
         assert box is not None and box.x1 <= picture.bbox.width and box.y0 >= 0
-    assert "▯" in router_plots.drawable(readings["chinese"][0].text)
-
-
-# The mailbox
-
-
-def test_latest_drops_what_is_superseded_and_keeps_no_thread():
-    done, gate = [], threading.Event()
-
-    def work(request):
-        gate.wait(10)
-        done.append(request)
-
-    latest = Latest(work, "colibri-test")
-    for request in range(10):
-        latest.submit(request)
-    assert not latest.wait(0.01)
-    gate.set()
-    assert latest.wait(10)
-    assert done[-1] == 9 and len(done) <= 2
-    latest.submit("more")
-    assert latest.wait(10) and done[-1] == "more" and latest.wait()
