@@ -133,7 +133,7 @@ def stream(engine: Engine, tokenizer: Tokenizer, run: Run, stopping) -> Iterator
             token, text = None, ""
             if not pending:
                 with recorder.stage("sample"):
-                    token = sampler(logits[-1])
+                    token = sampler(logits[-1], engine.request.probabilities)
                 run.tokens.append(token)
                 if token not in stop_ids:
                     with recorder.stage("tokenize"):

@@ -1,4 +1,4 @@
-"""What one sequence needs besides the weights: its KV cache, its arenas and a row of logits."""
+"""What one sequence needs besides the weights: its KV cache, its arenas, a row of logits and one to sample from."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ class Request:
         self.kv = KvCache(pages)
         self.arenas = Arenas(pool, sizes.arenas, settings["dynamic_arena"], settings["check_memory"])
         self.logits = pool.array(pool.allocate(sizes.logits_bytes, "arena"), (1, config.vocab_size), np.float32)
+        self.probabilities = pool.array(
+            pool.allocate(sizes.probability_bytes, "arena"), (config.vocab_size,), np.float64
+        )
         self.open = False
 
     def close(self) -> None:

@@ -15,12 +15,13 @@ class Sampler:
         self.temperature, self.top_p = temperature, top_p
         self._random = np.random.default_rng(seed)
 
-    def __call__(self, logits: np.ndarray) -> int:
-        """logits (vocab,) float32 → token id. Among equals the lowest id wins."""
+    def __call__(self, logits: np.ndarray, room: np.ndarray | None = None) -> int:
+        """logits (vocab,) float32 → token id. Among equals the lowest id wins. `room` (vocab,) float64 is overwritten."""
         if self.temperature == 0.0:
             return int(np.argmax(logits))
-        scaled = logits.astype(np.float64) / self.temperature
-        p = np.exp(scaled - scaled.max())
+        p = np.divide(logits, self.temperature, out=room, dtype=np.float64)
+        p -= p.max()
+        np.exp(p, out=p)
         p /= p.sum()
         # A token below an even share of the mass outside the nucleus cannot be in it: most need no sorting.
         likely = np.flatnonzero(p >= (1 - self.top_p) / len(p))

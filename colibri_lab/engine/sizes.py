@@ -23,7 +23,7 @@ def blocks(size: int) -> int:
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Bytes and counts of everything in the pool; arenas, pages and logits are those of `requests` requests
+    """Bytes and counts of everything in the pool; arenas, pages, logits and probabilities are those of `requests` requests
     together."""
 
     slot_bytes: int
@@ -36,6 +36,7 @@ class EngineSizes:
     arenas: dict[str, int]  # of one request
     peaks: dict[str, int]  # what each may grow to
     logits_bytes: int  # of one request
+    probability_bytes: int  # of one request: what sampling works on
     requests: int
 
     @property
@@ -44,7 +45,7 @@ class EngineSizes:
 
     @property
     def scratch_bytes(self) -> int:
-        return self.requests * (sum(self.peaks.values()) + self.logits_bytes)
+        return self.requests * (sum(self.peaks.values()) + self.logits_bytes + self.probability_bytes)
 
     @property
     def planned_bytes(self) -> int:
@@ -76,6 +77,7 @@ def engine_sizes(config: ModelConfig, slot_bytes: int, blocks_per_layer: int, se
         arenas=arenas,
         peaks=peaks,
         logits_bytes=blocks(4 * config.vocab_size),
+        probability_bytes=blocks(8 * config.vocab_size),
         requests=s["max_batch_size"],
     )
 

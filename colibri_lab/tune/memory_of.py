@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..engine.sizes import blocks, kv_bytes, transient_buffers
+from ..engine.sizes import blocks, ffn_scratch, kv_bytes, matmul_scratch, transient_buffers
 from .memory_plan import PARTS, MemoryPlan
 from .shapes import Shape
 
@@ -24,6 +24,10 @@ def memory_of(shape: Shape, settings: dict, context: int) -> dict[str, int]:
     router = 4 * layers * shape.num_experts * shape.hidden
     # What a chunk of tokens needs beside its own rows: the experts' inputs and outputs, once per choice.
     rows = 6 * shape.hidden + shape.top_k * (shape.hidden + shape.expert_width) + shape.shared_width + shape.dense_width
+    choices = tokens * shape.top_k
+    products = 2 * matmul_scratch(tokens, shape.hidden) + ffn_scratch(
+        tokens, choices, min(shape.num_experts, choices), shape.hidden, shape.expert_width
+    )
     parts = {
         "dense_bytes": shape.dense_bytes - embedding,
         "embedding_bytes": embedding,
@@ -36,7 +40,7 @@ def memory_of(shape: Shape, settings: dict, context: int) -> dict[str, int]:
         * shape.kv_elements
         * shape.layers,
         "rotary_bytes": 0,
-        "scratch_bytes": 4 * tokens * rows + 4 * shape.vocab,
+        "scratch_bytes": 4 * tokens * rows + products + 12 * shape.vocab,
         "loader_bytes": s["loader_threads"] * slot if s["storage"] == "mmap" else 0,
     }
     return {**parts, "total_bytes": sum(parts.values())}

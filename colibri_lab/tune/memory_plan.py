@@ -33,7 +33,7 @@ PARTS = {
     "transient_bytes": "buffers of experts that stream through",
     "kv_cache_bytes": "KV cache at max_seq_len",
     "rotary_bytes": "rotary tables",
-    "scratch_bytes": "arenas and logits",
+    "scratch_bytes": "arenas, logits and probabilities",
     "loader_bytes": "windows of the loader threads",
     "tokenizer_bytes": "tokenizer, estimated",
 }

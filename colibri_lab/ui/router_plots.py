@@ -45,9 +45,9 @@ def _figure(size, verdict: str = "", columns: int = 1, **grid):
 
 def _say(figure: Picture, text: str) -> None:
     """Text under the axes, broken to the width of the picture."""
-    width = int(14.6 * figure.get_size_inches()[0])
+    text, width = drawable(text), int(14.6 * figure.get_size_inches()[0])
     lines = [part for line in text.split("\n") for part in textwrap.wrap(line, width)]
-    figure.supxlabel("\n".join(lines), fontsize=FONT_PT, x=0.01, ha="left")
+    figure.supxlabel("\n".join(lines), fontsize=FONT_PT, x=0.01, ha="left", family=["sans-serif", *families()[1:]])
 
 
 def _dress(ax, title: str, xlabel: str = "", ylabel: str = "", grid: str = "y") -> None:

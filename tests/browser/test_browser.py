@@ -116,7 +116,7 @@ def test_start_here(served, page, tmp_path):
     state = page.run_all()
     assert state["errors"] == [] and state["done"] == state["cells"]
     pictures = page.pictures()
-    assert [p["kind"] for p in pictures].count("canvas") == 4 and [p["kind"] for p in pictures].count("img") >= 2
+    assert [p["kind"] for p in pictures].count("canvas") == 6 and [p["kind"] for p in pictures].count("img") >= 4
     assert blank(page) == []
 
     handle = page.slider("slots")
@@ -321,3 +321,31 @@ def test_quantisation(served, page, tmp_path):
     format.select_option("int4-g32")
     until(lambda: "int4-g32: " in page.text(), 60, "a new copy is made and read")
     assert page.state()["errors"] == [] and page.complaints == [], shoot(page, tmp_path, "quantisation")
+
+
+@pytest.mark.browser
+def test_tune_your_model(served, page, tmp_path):
+    _, address = served
+    page.open(address, "07_tune_your_model.ipynb")
+    state = page.run_all()
+    assert state["errors"] == [] and state["done"] == state["cells"]
+    kinds = [p["kind"] for p in page.pictures()]
+    assert kinds.count("canvas") == 2 and kinds.count("img") >= 7 and blank(page) == [], shoot(page, tmp_path, "blank")
+
+    view = output(page, "of what all experts would need")
+    press(page, view, "percent", "ArrowRight ArrowLeft")
+    field = view.locator("input[type=text]").first
+    field.fill("data/traces/warp_olmoe_1b7b_299.jsonl")
+    field.press("Enter")
+    until(lambda: "3.8 GB, 50 % of what" in view.inner_text(), 60, "a trace of another model")
+    before = drawn(view)
+    field.fill("no/such/model")
+    field.press("Enter")
+    until(lambda: "no/such/model: no such directory" in view.inner_text(), 20, "what is wrong with the path")
+    assert drawn(view) == before and view.locator(".colibri-error").count() == 1  # the last picture stays
+    field.fill("data/colibri-tiny")
+    field.press("Enter")
+    until(
+        lambda: "MB, 50 % of what" in view.inner_text() and not view.locator(".colibri-error").count(), 20, "recovered"
+    )
+    assert page.state()["errors"] == [] and page.complaints == [] and "Error displaying widget" not in page.text()
