@@ -1,6 +1,7 @@
 # make lab      JupyterLab on the first notebook          make lab ARGS="--port 9000"
 # make test     every test, notebook and browser check    make test ARGS="-k router"
 # make check    lint and formatting
+# make gallery  run all notebooks and render them, pictures in gallery/, pages in gallery/html
 # make oracle   rebuild the reference fixtures with torch and transformers; make oracle-compare only compares
 # make clean    remove what the others made (the environments too)
 #
@@ -22,7 +23,7 @@ MODEL := data/colibri-tiny
 SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(filter Darwin,$(shell uname)))
 JUPYTER := $(if $(SCREEN),,--no-browser) $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab test check oracle oracle-compare clean preflight preflight-test
+.PHONY: lab test check gallery oracle oracle-compare clean preflight preflight-test
 
 lab: preflight $(VENV)/lab.stamp
 	@$(RUN) -m colibri_lab kernels build
@@ -36,6 +37,10 @@ test: preflight-test $(VENV)/test.stamp
 check: $(VENV)/test.stamp
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+
+gallery: preflight $(VENV)/test.stamp
+	@$(RUN) -m colibri_lab kernels build
+	@$(RUN) gallery/make_gallery.py $(ARGS)
 
 oracle: $(ORACLE)/oracle.stamp
 	@$(ORACLE)/bin/python tests/oracle/make_oracle.py tests/oracle $(FAMILIES)

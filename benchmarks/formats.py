@@ -169,6 +169,14 @@ def markdown(table: pd.DataFrame, facts: dict) -> str:
     return "\n".join([*lines, "", "![bytes against bits per byte](formats.png)", ""])
 
 
+def picture(table: pd.DataFrame) -> bytes:
+    """PNG of bytes against bits per byte, without symmetric twins, float32 activations and uncalibrated routers."""
+    shown = table[~table.format.str.contains("sym|fp32 activations|but the routers|fp16")]
+    names = shown.format.where(shown.matrices == "none", shown.matrices + " " + shown.format)
+    bounds = {side: shown.reference_bits_per_byte * (1 + shown[side]) for side in ("low", "high")}
+    return quality_plots.pareto(shown.assign(format=names, **bounds)).png()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=32768)
@@ -212,10 +220,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "formats.md").write_text(markdown(table, facts), encoding="utf-8")
     (out / "formats.json").write_text(json.dumps({"facts": facts, "rows": table.to_dict("records")}, indent=1))
-    shown = table[(table.matrices != "experts") | ~table.format.str.contains("sym")]
-    (out / "formats.png").write_bytes(
-        quality_plots.pareto(shown.assign(format=shown.matrices + " " + shown.format)).png()
-    )
+    (out / "formats.png").write_bytes(picture(table))
     print(markdown(table, facts))
     if not args.keep:
         shutil.rmtree(work)

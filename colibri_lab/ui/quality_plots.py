@@ -99,9 +99,13 @@ def channel_scales(tensor: Tensor) -> Picture:
     return figure
 
 
+NAMED = 12  # formats that have room for their names
+
+
 def pareto(table: pd.DataFrame) -> Picture:
     """Bytes against bits per byte; the line joins what nothing smaller beats. `table`: format, bytes, bits_per_byte, one row
-    each, and reference_bits_per_byte; `low` and `high`, where there are, bound bits_per_byte."""
+    each, and reference_bits_per_byte; `low` and `high`, where there are, bound bits_per_byte. Of many only those on the line
+    are named."""
     best = front(table)
     reference = float(table.reference_bits_per_byte.iloc[0])
     at = best.iloc[-1]
@@ -115,15 +119,23 @@ def pareto(table: pd.DataFrame) -> Picture:
         ax.errorbar(table.bytes / 1e6, table.bits_per_byte, bars, fmt="none", ecolor=LIGHT["rule"], lw=1.2)
     ax.plot(best.bytes / 1e6, best.bits_per_byte, "-", color=LIGHT["hit"], lw=1.2)
     ax.plot(table.bytes / 1e6, table.bits_per_byte, "o", ms=4, color=LIGHT["hit"])
-    for row in table.itertuples():
+    many = len(table) > NAMED  # then only those on the line have room for a name
+    for row in (_apart(best) if many else table).itertuples():
         ax.annotate(
-            row.format, (row.bytes / 1e6, row.bits_per_byte), (3, 3), textcoords="offset points", fontsize=FONT_PT - 1
-        )
+            row.format, (row.bytes / 1e6, row.bits_per_byte), (4, 5), textcoords="offset points", fontsize=FONT_PT - 1,
+            rotation=40 if many else 0, rotation_mode="anchor",
+        )  # fmt: skip
     ax.axhline(reference, color=LIGHT["kept"], ls="--", lw=1)
     ax.annotate(
         "16 bits", (1, reference), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=FONT_PT
     )
     return figure
+
+
+def _apart(best: pd.DataFrame) -> pd.DataFrame:
+    """Of rows on the line that lie close to each other the best one."""
+    room = 0.025 * np.ptp(best.bytes)
+    return best[~(best.bytes.shift(-1) - best.bytes < room)]
 
 
 def front(table: pd.DataFrame) -> pd.DataFrame:
