@@ -32,7 +32,7 @@ def write(directory: Path, format: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         cl.convert(MODEL, Path(folder) / "container", quantize=format, tensors="all", stage="together", progress=False)
-        lab = cl.open(Path(folder) / "container")
+        lab = cl.open(Path(folder) / "container", activations="fp32")
         box, names = lab.container, source_names(open_source(MODEL)[0], lab.config, lab.container.files)
         tensors = {
             names[file][ours]: tensor.array() for file in box.files for ours, tensor in box.read(file).tensors.items()
