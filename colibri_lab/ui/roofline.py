@@ -6,6 +6,8 @@ Left of the ridge the bytes take longer than the operations, right of it the ope
 
 from __future__ import annotations
 
+from textwrap import wrap
+
 import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -15,6 +17,7 @@ from ..workloads import Workload
 from .plots import Picture
 from .theme import FONT_PT, LIGHT
 
+CROWDED = 5  # points closer than this factor have their labels under each other
 # A version keeps its colour and mark in every picture: a ring that a filled mark fits into.
 _VERSIONS = {
     "old": {"marker": "o", "ms": 13, "mfc": "none", "mec": LIGHT["kept"], "mew": 2},
@@ -55,13 +58,18 @@ def roofline(limits: Limits, table: pd.DataFrame, works: list[Workload]) -> Pict
             at = [intensity[case] for case in rows.case]
             ax.plot(at, rows.GOP_per_s, ls="none", label=version or "measured", zorder=3, **look)
     box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1}
-    for case, rows in table.groupby("case", sort=False):
-        ax.annotate(short[case], (intensity[case], rows.GOP_per_s.min()), (0, -20), textcoords="offset points",
+    before = 0.0
+    for case in sorted(table.case.unique(), key=intensity.get):
+        speeds = table[table.case == case].GOP_per_s
+        lower = intensity[case] < CROWDED * before  # than the label of its neighbour
+        at = (intensity[case], speeds.min())
+        ax.annotate(short[case], at, (0, -33 if lower else -20), textcoords="offset points",
                     fontsize=FONT_PT, ha="center", bbox=box, zorder=2)  # fmt: skip
+        before = 0.0 if lower else intensity[case]
     low = min(table.GOP_per_s.min() / 3, 1e-9 * limits.bytes_per_s * x[0])
     ax.set_ylim(low, max(2.2e-9 * limits.peak(integer), 1.5 * table.GOP_per_s.max()))
     ax.legend(fontsize=FONT_PT, loc="upper left", framealpha=0.85)
-    figure.supxlabel(_sentence(table, short), fontsize=FONT_PT, x=0.01, ha="left")
+    figure.supxlabel("\n".join(wrap(_sentence(table, short), 98)), fontsize=FONT_PT, x=0.01, ha="left")
     return figure
 
 

@@ -30,7 +30,7 @@ def _has(sign: str) -> bool:
 
 def drawable(text: str) -> str:
     """`text`, with signs that no installed font has as escapes such as \\u4e2d."""
-    return "".join(c if _has(c) else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c == "\n" or _has(c) else c.encode("unicode_escape").decode() for c in text)
 
 
 def columns(text: str) -> int:

@@ -23,6 +23,7 @@ def only_mono(monkeypatch):
 def test_escapes_stand_for_signs_without_a_font(only_mono):
     assert signs.drawable("Größe → 10 €") == "Größe → 10 €"
     assert signs.drawable("中a") == r"\u4e2da"
+    assert signs.drawable("a\nb") == "a\nb"
     assert signs.families() == [signs.MONO]
 
 
