@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +54,7 @@ class Subject:
     machine: dict
     path: str | None = None
     plans: dict[int, Plan] = field(default_factory=dict, repr=False)
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # a view and a cell may ask at once
 
     @property
     def all_bytes(self) -> int:
@@ -65,10 +67,11 @@ class Subject:
 
     def plan(self, percent: int) -> Plan:
         """Settings for `percent` of `all_bytes`, page cache included. Raises `MemoryPlanError` when no slot fits."""
-        if percent not in self.plans:
-            one = replace(self.made, memory=self.memory(percent))
-            self.plans[percent] = recommend({self.shape.formats[0]: one}, self.machine)
-        return self.plans[percent]
+        with self.lock:
+            if percent not in self.plans:
+                one = replace(self.made, memory=self.memory(percent))
+                self.plans[percent] = recommend({self.shape.formats[0]: one}, self.machine)
+            return self.plans[percent]
 
 
 @dataclass
@@ -78,6 +81,7 @@ class Bench:
     probe: Probe
     format: str = "int8"
     subjects: dict[tuple[str, str], Subject] = field(default_factory=dict, repr=False)
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def subject(self, source: str | os.PathLike, model: str = "") -> Subject:
         """A model directory, a published model's name or a trace file; `model` names the model of a trace where its layers
@@ -87,9 +91,10 @@ class Bench:
         for a trace of an unknown model.
         """
         key = (str(source).strip(), model.strip())
-        if key not in self.subjects:
-            self.subjects[key] = self._read(*key)
-        return self.subjects[key]
+        with self.lock:
+            if key not in self.subjects:
+                self.subjects[key] = self._read(*key)
+            return self.subjects[key]
 
     def _read(self, source: str, model: str) -> Subject:
         trace, file = None, _file(source)
