@@ -71,7 +71,7 @@ class ThreadPool {
 
    private:
     static constexpr int kMaxThreads = 256;
-    static constexpr int kSpins = 15000;  // about 300 us
+    static constexpr int kSpins = 6000;  // about 120 us
 
     ThreadPool() {
         // A forked child has this object but none of its threads: it computes alone.

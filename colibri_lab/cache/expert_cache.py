@@ -8,6 +8,7 @@ buffers, which are counted in memory like slots.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import NamedTuple
 
@@ -127,9 +128,11 @@ class ExpertCache:
     """Slots in memory, kept full by the policy. See the module's first paragraph.
 
     `memory` (buffers, slot_bytes) uint8 holds a block in each row; rows are slots, then transient buffers, all from the
-    pool's coarse view, whose unit must be the slot. `clock` gives
-    nanoseconds; with modelled storage it runs as if the modelled device had been waited for.
+    pool's coarse view, whose unit must be the slot. `clock` gives nanoseconds; with modelled storage it runs as if the
+    modelled device had been waited for. `stage(name)` is the context in which to do what a stage is charged for.
     """
+
+    stage = contextlib.nullcontext
 
     def __init__(self, container: Container, settings: dict, pool: MemoryPool):
         config = container.config
@@ -230,7 +233,9 @@ class ExpertCache:
         if overwritten:
             self._loader.wait(overwritten)  # two reads into one buffer must not race
         files = [layer * self.blocks + block for block in blocks]
-        tickets = self._loader.submit(files, buffers, urgent)
+        # Handing a read over wakes a thread, which may take this one's core at once: that is waiting too.
+        with self.stage("expert_load_wait") if urgent else contextlib.nullcontext():
+            tickets = self._loader.submit(files, buffers, urgent)
         if self.device:
             now_s = self.clock() / 1e9
             for file, ticket in zip(files, tickets, strict=True):

@@ -53,6 +53,7 @@ class Engine:
         self.sizes = engine_sizes(self.config, container.slot_bytes, container.blocks, settings)
         self.pool = _open_pool(self.sizes, settings)
         self.cache = ExpertCache(container, settings, self.pool)
+        self.cache.stage = self.stage
         self._rotary = Rotary(self.config.rope, settings["max_seq_len"], self.pool)
         self.pages = KvPages(self.pool, self.config, settings, self._load)
         self.requests = [

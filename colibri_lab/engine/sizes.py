@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..config import ModelConfig
 from .memory import ALIGN, ARENAS, BLOCK
@@ -165,11 +166,13 @@ def _row_sums(rows: int, cols: int) -> int:
     return _aligned(4 * rows * (sum(-(-cols // width) for width in (32, 64, 128)) + 1))
 
 
+@lru_cache(1024)
 def matmul_scratch(tokens: int, cols: int) -> int:
     """Bytes that one matrix product takes while it runs; as matmul_scratch_bytes in cpp/gemm_core.hpp."""
     return _aligned(8 * tokens) + max(_int_rows(tokens, cols), _row_sums(tokens, cols))
 
 
+@lru_cache(1024)
 def ffn_scratch(tokens: int, rows: int, active: int, hidden: int, inner: int) -> int:
     """Bytes that one call of the experts takes while it runs; as scratch_bytes in cpp/ffn.cpp."""
     whole = _aligned(32 * rows) + _int_rows(tokens, hidden) + _int_rows(rows, inner)
