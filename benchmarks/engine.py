@@ -4,6 +4,7 @@
     python benchmarks/engine.py --dir FOLDER                      makes the model there (about 16 GB), then measures
     python benchmarks/engine.py --dir FOLDER --hf-python PYTHON   transformers too, with the Python that has torch
     python benchmarks/engine.py --dir FOLDER --json               one JSON object: ratios, bound_share, …
+    python benchmarks/engine.py --picture FILE                    products under the roofline
 
 The model has the layer shape of OLMoE-1B-7B (hidden 2048, 64 experts of width 1024, top-8), 4 layers and seeded random
 weights. Ours in fp16, int8 and int4 meets GGUF in F16, Q8_0 and Q4_0; first both must compute the same logits.
@@ -26,16 +27,19 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import pandas as pd
 from peers import CONTEXT, Peer
 from tqdm import tqdm
 
 import colibri_lab as cl
-from colibri_lab import bench, kernels
+from colibri_lab import bench, kernels, workloads
 from colibri_lab.checkpoint import families
 from colibri_lab.checkpoint.container import is_container
 from colibri_lab.checkpoint.make_model import make_model
 from colibri_lab.errors import ColibriError, SettingError
-from colibri_lab.timing import Sample, Timing
+from colibri_lab.limits import LimitWork
+from colibri_lab.timing import Sample, Timing, race
+from colibri_lab.ui.roofline import roofline
 
 SHAPE = dict(hidden=2048, layers=4, heads=16, experts=64, top_k=8, expert_width=1024, vocab=8192)
 PAIRS = {"fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
@@ -291,6 +295,21 @@ def text(result: dict) -> str:
     )  # fmt: skip
 
 
+def picture(file: str, threads: int, rounds: int) -> None:
+    """Products of int8 matrices with 1 to 512 rows of rounded activations under the roofline of the same minute."""
+    works = [workloads.gemm("int8", tokens, int8_activations=True) for tokens in (1, 4, 16, 64, 512)]
+    limit = LimitWork(threads)
+    calls = {work.label: work.call(threads=threads) for work in works}
+    timings = race({**limit.contenders, **calls}, rounds=rounds, threads=threads)
+    limits = limit.limits(timings)
+    rows = [
+        {"case": w.label, "version": "", "GOP_per_s": w.operations / timings[w.label].median_s / 1e9,
+         "share_of_bound": limits.bound_s(w) / timings[w.label].median_s}
+        for w in works
+    ]  # fmt: skip
+    Path(file).write_bytes(roofline(limits, pd.DataFrame(rows), works).png())
+
+
 def _table(*header: str, rows: list[tuple]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) if rows else f"{header[0]}: not measured"
@@ -313,6 +332,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of prefill")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of our engine")
     parser.add_argument("--hf-python", metavar="PYTHON", help="interpreter with torch and transformers, for prefill")
+    parser.add_argument("--picture", metavar="FILE", help="draw products under the roofline, and measure nothing else")
     parser.add_argument("--prepare", action="store_true", help="make the files and stop")
     parser.add_argument(
         "--unclean", action="store_true", help="ratios even without clean samples, to try the program out"
@@ -329,6 +349,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    if args.picture:
+        picture(args.picture, max(args.threads), args.rounds)
+        return 0
     sizes = {name: getattr(args, name) for name in SHAPE}
     progress = not args.json
     prepare(Path(args.dir), sizes | {"kv_heads": args.heads}, args.formats, progress)

@@ -349,3 +349,27 @@ def test_tune_your_model(served, page, tmp_path):
         lambda: "MB, 50 % of what" in view.inner_text() and not view.locator(".colibri-error").count(), 20, "recovered"
     )
     assert page.state()["errors"] == [] and page.complaints == [] and "Error displaying widget" not in page.text()
+
+
+@pytest.mark.browser
+def test_kernels(served, page, tmp_path):
+    _, address = served
+    page.open(address, "05_kernels.ipynb")
+    state = page.run_all()
+    assert state["errors"] == [] and state["done"] == state["cells"]
+    kinds = [p["kind"] for p in page.pictures()]
+    assert kinds.count("canvas") == 4 and kinds.count("img") >= 8 and blank(page) == [], shoot(page, tmp_path, "blank")
+
+    press(page, output(page, "degree"), "degree", "ArrowRight ArrowLeft")
+    view = output(page, "Measure")
+    before = view.locator("img").first.get_attribute("src")
+    view.locator("select").nth(1).select_option("fp16")
+    view.locator("button").filter(has_text="Measure").click()
+    until(lambda: view.locator("img").first.get_attribute("src") != before, 30, "a point is added to the roofline")
+    until(lambda: "measuring" not in view.inner_text(), 30, "the measurement has ended")
+    text, becomes = view.locator("textarea").nth(0), view.locator("textarea").nth(1)
+    text.fill("no such text in the kernel")
+    becomes.fill("x")
+    view.locator("button").filter(has_text="Try").click()
+    until(lambda: view.locator(".colibri-error").count() == 1, 30, "an edit that cannot be made is told")
+    assert page.state()["errors"] == [] and page.complaints == [] and "Error displaying widget" not in page.text()
