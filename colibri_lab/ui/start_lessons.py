@@ -45,8 +45,8 @@ def parts(model: str = "Mixtral-8x7B") -> Finding:
     one = alone + len(shape.moe_layers) * shape.expert_params
     frame = Frame(
         "bars", f"{model}: weights by part", f"{unit} weights; the tick is what a token uses", "", values,
-        tuple(Series(part, _COLORS[part]) for part in table.index[::-1]), (0, float(values.max())),
-        texts=tuple(f"{row[0]:.3g}, of which {row[1]:.3g}" for row in values),
+        tuple(Series(part, _COLORS[part]) for part in table.index[::-1]), (0, 1.25 * float(values.max())),
+        texts=tuple(f"{row[0]:.3g}, active {row[1]:.3g}" for row in values),
     )  # fmt: skip
     said = (
         f"{model} has {total / scale:.3g} {unit} weights, and a token is multiplied with {active / scale:.3g} of them. "
