@@ -375,7 +375,7 @@ class ProfileView(W.VBox):
             self.lab.name,
             f"{s['expert_cache_slots']} slots",
             s["policy"],
-            f"{s['threads']} threads",
+            f"{s['threads']} thread{'s' * (s['threads'] != 1)}",
             s["storage"],
         ]
         if s["storage"] == "modelled":

@@ -381,7 +381,7 @@ class RunMonitor(W.VBox):
         s = run.settings if run else self.lab.settings
         where = "slots in all" if s.get("scope") == "global" else "slots per layer"
         parts = [self.lab.name, f"{s['expert_cache_slots']} {where}", s["policy"]]
-        parts += [f"{s['threads']} threads"] if s.get("threads") else []
+        parts += [f"{s['threads']} thread{'s' * (s['threads'] != 1)}"] if s.get("threads") else []
         parts += [s["storage"]] if s.get("storage") else []
         return " · ".join([*parts, "cold start"])
 
