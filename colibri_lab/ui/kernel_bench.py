@@ -167,7 +167,7 @@ class KernelBench(W.VBox):
             ("Measure", self._on_measure, "tachometer", "measure the kernel as it is"),
             ("Try", self._on_try, "flask", "compile the edit, check it, and time old against new"),
         ):
-            button = W.Button(description=name, icon=icon, tooltip=tip, layout=W.Layout(width="auto", flex="1 1 auto"))
+            button = W.Button(description=name, icon=icon, tooltip=tip, layout=W.Layout(width="auto", flex="0 0 auto"))
             button.on_click(action)
             self.buttons[name] = button
         self._image = W.Image(format="png", layout=W.Layout(width="100%", display="none"))

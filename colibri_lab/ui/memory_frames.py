@@ -111,7 +111,7 @@ def arena_bars(used: dict[str, int], peak: dict[str, int], empty: str = "") -> F
     values = np.array([[used[name] / 1e3, peak[name] / 1e3] for name in names], np.float32)
     return Frame(
         "bars", "Arenas: in use and peak", "kB", "", values, tuple(Series(n.replace("_", " "), ARENA_COLORS[n]) for n in names),
-        xlim=(0, float(values.max()) or 1.0), texts=tuple(f"{v:.3g} · peak {p:.3g}" for v, p in values), note="tick: peak", empty=empty,
+        xlim=(0, 1.2 * float(values.max()) or 1.0), texts=tuple(f"{v:.3g} · peak {p:.3g}" for v, p in values), note="tick: peak", empty=empty,
     )  # fmt: skip
 
 

@@ -166,10 +166,12 @@ def bits_front(table, chosen: Rounded) -> Frame:
     kinds = rounding.formats.FORMATS
     own = 4 if kinds[chosen.format].four_bit else 8
     same = table[[kinds[n].four_bit == kinds[chosen.format].four_bit for n in table.format]]
-    marks = [Mark(r.bits_per_weight - own, 100 * r.relative_error, r.format, "other")
-             for r in same.itertuples() if r.format != chosen.format]  # fmt: skip
-    marks.append(Mark(chosen.bits_per_weight - own, 100 * chosen.relative_error, chosen.format, "miss", "star"))
     low, high = 100 * same.relative_error.min(), 100 * same.relative_error.max()
+    marks = [Mark(chosen.bits_per_weight - own, 100 * chosen.relative_error, chosen.format, "miss", "star")]
+    for r in same[same.format != chosen.format].itertuples():
+        x, y = r.bits_per_weight - own, 100 * r.relative_error
+        crowded = any(m.text and abs(m.x - x) < 0.3 and abs(m.y - y) < 0.18 * (high - low) for m in marks)
+        marks.insert(0, Mark(x, y, "" if crowded else r.format, "other"))  # the chosen one is drawn last
     room = 0.25 * (high - low) or 1.0
     return Frame(
         "lines", f"int{own} is not {own} bits", f"bits per weight beyond {own}", "% error", np.full((1, 1), np.nan, np.float32),

@@ -17,7 +17,7 @@ from ..workloads import Workload
 from .plots import Picture
 from .theme import FONT_PT, LIGHT
 
-CROWDED = 5  # points closer than this factor have their labels under each other
+CROWDED = 5  # points closer than this factor have their labels below and beside them
 # A version keeps its colour and mark in every picture: a ring that a filled mark fits into.
 _VERSIONS = {
     "old": {"marker": "o", "ms": 13, "mfc": "none", "mec": LIGHT["kept"], "mew": 2},
@@ -60,12 +60,11 @@ def roofline(limits: Limits, table: pd.DataFrame, works: list[Workload]) -> Pict
     box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1}
     before = 0.0
     for case in sorted(table.case.unique(), key=intensity.get):
-        speeds = table[table.case == case].GOP_per_s
-        lower = intensity[case] < CROWDED * before  # than the label of its neighbour
-        at = (intensity[case], speeds.min())
-        ax.annotate(short[case], at, (0, -33 if lower else -20), textcoords="offset points",
-                    fontsize=FONT_PT, ha="center", bbox=box, zorder=2)  # fmt: skip
-        before = 0.0 if lower else intensity[case]
+        crowded = intensity[case] < CROWDED * before
+        place = {"xytext": (9, 0), "va": "center"} if crowded else {"xytext": (0, -20), "ha": "center"}
+        ax.annotate(short[case], (intensity[case], table[table.case == case].GOP_per_s.min()), textcoords="offset points",
+                    fontsize=FONT_PT, bbox=box, zorder=2, **place)  # fmt: skip
+        before = 0.0 if crowded else intensity[case]
     low = min(table.GOP_per_s.min() / 3, 1e-9 * limits.bytes_per_s * x[0])
     ax.set_ylim(low, max(2.2e-9 * limits.peak(integer), 1.5 * table.GOP_per_s.max()))
     ax.legend(fontsize=FONT_PT, loc="upper left", framealpha=0.85)
