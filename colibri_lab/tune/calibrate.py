@@ -93,8 +93,8 @@ def calibrate(
 ) -> Calibration:
     """Costs from short runs at the lab's own settings, from a cold expert cache, and from reads of the model's files.
 
-    Few slots are best: what a miss costs shows only where there are misses. Of `repeats` equal runs each step's fastest
-    counts, and steps that lost a core to other programs are left out where enough others remain. `read_s`: seconds of reading for the rates. `warm_page_cache`: read the expert
+    Few slots are best: what a miss costs shows only where there are misses. Of `repeats` equal runs each step's
+    median counts, and steps that lost a core to other programs are left out where enough others remain. `read_s`: seconds of reading for the rates. `warm_page_cache`: read the expert
     files once before, unless storage goes past the page cache.
     """
     if tokens < 8:
@@ -108,9 +108,9 @@ def calibrate(
         _timed_run(lab, prompt, tokens)
     trace = recorder.trace
     runs_ = [_timed_run(lab, prompt, tokens) for _ in range(repeats)]
-    # The same tokens each time, so steps can be paired: of each the least disturbed one counts.
-    best = [min(same, key=lambda pair: pair[0].wall_s) for same in zip(*runs_, strict=True)]
-    decode = [(step, share) for step, share in best if step.phase == "decode"]
+    # The same tokens each time, so steps can be paired: of each the middle one counts, which is what will be met.
+    middle = [sorted(same, key=lambda pair: pair[0].wall_s)[len(same) // 2] for same in zip(*runs_, strict=True)]
+    decode = [(step, share) for step, share in middle if step.phase == "decode"]
     if len(decode) < 4:
         raise SettingError(
             f"calibration: only {len(decode)} tokens were decoded; give a shorter prompt or more max_seq_len"
@@ -119,7 +119,7 @@ def calibrate(
     good = shares >= CLEAN
     used = good if good.sum() >= max(ENOUGH, len(decode) // 4) else shares >= np.median(shares)
     served = serve(trace, **serve_settings(lab.settings, shape))
-    costs, factor = _fit([step for step, _ in best], used, served, shape, lab, reads)
+    costs, factor = _fit([step for step, _ in middle], used, served, shape, lab, reads)
     return Calibration(costs, reads, factor, trace, dict(lab.settings), len(decode), int(good.sum()))
 
 
