@@ -102,7 +102,11 @@ def one_storage(
     def disturbed(each) -> float:
         return each.costs.step_s + visits * each.costs.expert_s
 
-    found = sorted(calibrations, key=disturbed)[len(calibrations) // 2]
+    def reading(each) -> float:
+        device, cached = each.reads
+        return each.read_factor / (cached or device).at(shape.block_bytes, 2, lab.settings["loader_threads"])
+
+    found = sorted(calibrations, key=reading)[len(calibrations) // 2]
     known += calibrations
     base = {"storage": storage, "max_seq_len": 512}
     one = predict.calibrated(shape, found, machine.memory()[1], base, recorder.trace)

@@ -287,10 +287,11 @@ def _cheapest(table: pd.DataFrame) -> pd.Series:
 def _slots_choice(one: Predictor, table: pd.DataFrame, row: pd.Series) -> Choice:
     others = table[table.slots != row.slots].sort_values("tokens_per_s", ascending=False)
     fastest = table.loc[table.tokens_per_s.idxmax()]
+    every = one.shape.blocks * (len(one.shape.moe_layers) if table.scope.iloc[0] == "global" else 1)
     if len(table) == 1:
         reason = "as given" if "expert_cache_slots" in one.base else "all that fits"
     elif row.slots == table.slots.max():
-        reason = "every expert has a slot" if row.slots >= one.shape.blocks else "speed still rises where memory ends"
+        reason = "every expert has a slot" if row.slots >= every else "speed still rises where memory ends"
     elif fastest.slots == row.slots:
         reason = "more slots take memory from the page cache and slow down"
     else:
