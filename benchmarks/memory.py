@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -160,7 +159,7 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     tiny = container_of("colibri-tiny")
     found: dict = {
-        "machine": f"{machine.cpu_name()}, {machine.cores()[0]} cores, {platform.system()} {platform.release()}"
+        "machine": f"{machine.cpu_name()}, {machine.cores()[0]} cores"
     }
     with tempfile.TemporaryDirectory(dir=args.large) as folder:
         table = latency(Path(folder))
