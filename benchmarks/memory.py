@@ -158,9 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     tiny = container_of("colibri-tiny")
-    found: dict = {
-        "machine": f"{machine.cpu_name()}, {machine.cores()[0]} cores"
-    }
+    found: dict = {"machine": f"{machine.cpu_name()}, {machine.cores()[0]} cores"}
     with tempfile.TemporaryDirectory(dir=args.large) as folder:
         table = latency(Path(folder))
         (args.output / "memory_latency.png").write_bytes(latency_picture(table).png())
