@@ -154,6 +154,11 @@ class NotebookPage:
         until(lambda: (self.state() or {}).get("kernel") == "idle", 120, "kernel idle")
         self.command("application:toggle-left-area")
 
+    def theme(self, name: str) -> None:
+        """Change the theme. JupyterLab takes its splash away 200 ms later, and stumbles over another change before that."""
+        until(lambda: self.page.locator("#jupyterlab-splash").count() == 0, 10, "the splash of the last change is gone")
+        self.command("apputils:change-theme", theme=name)
+
     def command(self, name: str, **args) -> None:
         """A JupyterLab command, started and not waited for."""
         self.page.evaluate("([name, args]) => { window.jupyterapp.commands.execute(name, args); }", [name, args])

@@ -157,10 +157,10 @@ def test_monitor_in_its_states(served, page, tmp_path):
     sums = page.canvases()
     assert sums[:4] == sums[4:], shoot(page, tmp_path, "twins")  # the second display shows the same picture
 
-    page.command("apputils:change-theme", theme="JupyterLab Dark")
+    page.theme("JupyterLab Dark")
     until(lambda: all_differ(page.canvases(), sums), 10, "dark canvases")
     assert blank(page) == [], shoot(page, tmp_path, "dark")
-    page.command("apputils:change-theme", theme="JupyterLab Light")
+    page.theme("JupyterLab Light")
     until(lambda: page.canvases() == sums, 10, "light canvases as before")
 
     grid = page.page.locator(".jp-OutputArea canvas").nth(1)
@@ -281,10 +281,10 @@ for step in range(60):
         "the advice",
     )
     light = still(page, view)
-    page.command("apputils:change-theme", theme="JupyterLab Dark")
+    page.theme("JupyterLab Dark")
     until(lambda: all_differ(drawn(view), light), 10, "dark canvases")
     assert blank(page) == [], shoot(page, tmp_path, "dark")
-    page.command("apputils:change-theme", theme="JupyterLab Light")
+    page.theme("JupyterLab Light")
     until(lambda: drawn(view) == light, 10, "light canvases as before")
     view.locator("button").filter(has_text="Copy").click()
     code = view.locator("textarea").last
