@@ -198,6 +198,8 @@ class Lab:
                 given["expert_cache_slots"] = None
             elif "memory" not in settings:
                 given["memory"] = None
+            if "huge_pages" not in self.requested | settings:
+                given["huge_pages"] = None  # for the new pool's size to decide
             plan = make_plan(self._facts, given, machine.memory()[1] + self.engine.pool.size)
             self.engine = None  # its memory must be free before the next one is made
             try:

@@ -93,9 +93,9 @@ def calibrate(
 ) -> Calibration:
     """Costs from short runs at the lab's own settings, from a cold expert cache, and from reads of the model's files.
 
-    Few slots are best: what a miss costs shows only where there are misses. Of `repeats` equal runs each step's
-    median counts, and steps that lost a core to other programs are left out where enough others remain. `read_s`: seconds of reading for the rates. `warm_page_cache`: read the expert
-    files once before, unless storage goes past the page cache.
+    Few slots are best: what a miss costs shows only where there are misses. Of `repeats` equal runs each step's median
+    counts, and steps that lost a core to other programs are left out where enough others remain. `read_s`: seconds of
+    reading for the rates. `warm_page_cache`: read the expert files once before, unless storage goes past the page cache.
     """
     if tokens < 8:
         raise SettingError(f"calibration needs at least 8 decoded tokens, got {tokens}")

@@ -24,7 +24,7 @@ def memory_of(shape: Shape, settings: dict, context: int) -> dict[str, int]:
     router = 4 * layers * shape.num_experts * shape.hidden
     # What a chunk of tokens needs beside its own rows: the experts' inputs and outputs, once per choice.
     rows = 6 * shape.hidden + shape.top_k * (shape.hidden + shape.expert_width) + shape.shared_width + shape.dense_width
-    choices = tokens * shape.top_k
+    choices = tokens * shape.top_k  # and what products take while they run, as the engine counts it
     products = 2 * matmul_scratch(tokens, shape.hidden) + ffn_scratch(
         tokens, choices, min(shape.num_experts, choices), shape.hidden, shape.expert_width
     )
@@ -40,7 +40,7 @@ def memory_of(shape: Shape, settings: dict, context: int) -> dict[str, int]:
         * shape.kv_elements
         * shape.layers,
         "rotary_bytes": 0,
-        "scratch_bytes": 4 * tokens * rows + products + 12 * shape.vocab,
+        "scratch_bytes": 4 * tokens * rows + products + 12 * shape.vocab,  # logits, and probabilities to sample from
         "loader_bytes": s["loader_threads"] * slot if s["storage"] == "mmap" else 0,
     }
     return {**parts, "total_bytes": sum(parts.values())}

@@ -151,7 +151,7 @@ def plan(
     room = parse_size(memory, "memory") if memory is not None else None
     notes: list[str] = []
     if path is not None and disk is None and formats is None:
-        facts, made = _calibrated_here(path, trace, room, settings, prompt, prompt_tokens, notes)
+        facts, made = calibrated_here(path, trace, room, settings, prompt, prompt_tokens, notes)
     else:
         facts, made = _from_probe(shape, trace, room, settings, prompt_tokens, machine_file, disk, formats, progress)
     result = recommend(made, facts, policies_)
@@ -203,9 +203,9 @@ def _from_probe(
     return found.machine, made
 
 
-def _calibrated_here(path, trace, room, settings: dict, prompt: str, prompt_tokens: int, notes: list[str]):
+def calibrated_here(path, trace, room, settings: dict, prompt: str, prompt_tokens: int, notes: list[str]):
     """(machine, predictors by number format) for a model that is here: a calibration run for each way of reading, with few
-    slots, since the costs of misses show only where there are some."""
+    slots, since the costs of misses show only where there are some. What was left out is added to `notes`."""
     import colibri_lab as cl
 
     kinds = [settings["storage"]] if "storage" in settings else ["pread", "direct"]

@@ -16,16 +16,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from .. import machine
 from ..config import SETTINGS
 from ..errors import ColibriError, ModelError, SettingError
 from ..front import container_of, find_model, project_root
 from ..trace import load_trace
 from ..trace.table import Trace
 from ..tune import predict, trial
-from ..tune.calibrate import calibrate
 from ..tune.memory_of import memory_of
-from ..tune.plan import PROMPT_TOKENS, Plan, recommend
+from ..tune.plan import PROMPT_TOKENS, Plan, calibrated_here, recommend
 from ..tune.predict import Predictor
 from ..tune.probe import Probe
 from ..tune.shapes import PRESETS, Shape, find_shape
@@ -104,7 +102,8 @@ class Bench:
         shape = find_shape(source)
         path = _container(source)
         if path is not None:
-            shape, made = _ran(path, trace)
+            made = _ran(path, trace)
+            shape = made.shape
         else:
             shape = shape.in_format(self.format)
             made = predict.from_probe(shape, self.probe, 0, {}, trace, PROMPT_TOKENS)
@@ -141,23 +140,10 @@ def model_of(trace: Trace) -> str:
     return found[0]
 
 
-def _ran(path: Path, trace: Trace | None, storages=("pread", "direct")) -> tuple[Shape, Predictor]:
-    """Shape and predictor of a model that is here, from a calibration run for each way of reading."""
-    import colibri_lab as cl
-
-    lab = cl.open(path, storage="pread")
-    shape, made = Shape.of_container(lab.container), None
-    few = min(lab.container.blocks, round(1.5 * lab.config.top_k))
-    for storage in storages:
-        lab.configure(storage=storage, expert_cache_slots=few)
-        if lab.engine.cache.storage != storage:  # this file system refuses it
-            continue
-        lab.warmup()
-        one = predict.calibrated(shape, calibrate(lab, trial.PROMPT), machine.memory()[1], {}, trace, PROMPT_TOKENS)
-        if made is not None:
-            one = replace(made, reads=made.reads | one.reads, factor=made.factor | one.factor)
-        made = one
-    return shape, made
+def _ran(path: str | Path, trace: Trace | None, **settings) -> Predictor:
+    """Predictor of a model that is here, from calibration runs with these settings."""
+    _, made = calibrated_here(path, trace, None, settings, trial.PROMPT, PROMPT_TOKENS, [])
+    return next(iter(made.values()))
 
 
 # ---- questions
@@ -265,7 +251,7 @@ def predicted_and_measured(
     if subject.path is None:
         raise SettingError(f"{subject.name} is not a model on this machine, so nothing can be measured")
     rows = []
-    one = _ran(Path(subject.path), None, (storage,))[1]
+    one = _ran(subject.path, None, storage=storage)
     lab = cl.open(subject.path, storage=storage)
     generate = {"max_tokens": tokens, "temperature": 1.0, "seed": 1, "stop_at_eos": False}
     for count in slots:

@@ -109,12 +109,31 @@ def shoot(page, tmp_path: Path, name: str) -> Path:
     return path
 
 
+def run_whole(page, address: str, name: str) -> None:
+    """Open a notebook and run every cell; none may fail."""
+    page.open(address, name)
+    state = page.run_all()
+    assert state["errors"] == [] and state["done"] == state["cells"]
+
+
+def start_and_stop(view) -> None:
+    """A live run in `view` moves its canvases and ends when it is told to."""
+    view.locator("button").filter(has_text="Start").click()
+    before = drawn(view)
+    until(lambda: drawn(view) != before, 5, "live run moves")
+    view.locator("button").filter(has_text="Stop").click()
+    until(lambda: "stopped after" in view.inner_text() or "done: " in view.inner_text(), 5, "the run has ended")
+
+
+def no_complaints(page) -> None:
+    """Neither a cell nor the browser nor a widget has reported an error."""
+    assert page.state()["errors"] == [] and page.complaints == [] and "Error displaying widget" not in page.text()
+
+
 @pytest.mark.browser
 def test_start_here(served, page, tmp_path):
     _, address = served
-    page.open(address, "00_start_here.ipynb")
-    state = page.run_all()
-    assert state["errors"] == [] and state["done"] == state["cells"]
+    run_whole(page, address, "00_start_here.ipynb")
     pictures = page.pictures()
     assert [p["kind"] for p in pictures].count("canvas") == 6 and [p["kind"] for p in pictures].count("img") >= 4
     assert blank(page) == []
@@ -193,9 +212,7 @@ def test_monitor_error_and_png(served, page, tmp_path):
 @pytest.mark.browser
 def test_expert_cache(served, page, tmp_path):
     _, address = served
-    page.open(address, "02_expert_cache.ipynb")
-    state = page.run_all()
-    assert state["errors"] == [] and state["done"] == state["cells"]
+    run_whole(page, address, "02_expert_cache.ipynb")
     assert blank(page) == [], shoot(page, tmp_path, "blank")
 
     tuner = output(page, "Cache tuner")
@@ -221,35 +238,25 @@ def test_expert_cache(served, page, tmp_path):
     press(page, output(page, "Random picks hit"), "slots")
     press(page, output(page, "Predictor markov"), "budget")
     view = output(page, "Run monitor")
-    view.locator("button").filter(has_text="Start").click()
-    before = drawn(view)
-    until(lambda: drawn(view) != before, 5, "live run moves")
-    view.locator("button").filter(has_text="Stop").click()
-    until(lambda: "stopped after" in view.inner_text() or "done: " in view.inner_text(), 5, "the run has ended")
-    assert page.state()["errors"] == [] and page.complaints == [] and "Error displaying widget" not in page.text()
+    start_and_stop(view)
+    no_complaints(page)
 
 
 @pytest.mark.browser
 def test_pipeline_profile(served, page, tmp_path):
     _, address = served
-    page.open(address, "06_pipeline_profile.ipynb")
-    state = page.run_all()
-    assert state["errors"] == [] and state["done"] == state["cells"]
+    run_whole(page, address, "06_pipeline_profile.ipynb")
     assert blank(page) == [], shoot(page, tmp_path, "blank")
 
     view = output(page, "Profile")
     assert view.locator("canvas").count() == 4
     press(page, view, "slots")
-    view.locator("button").filter(has_text="Start").click()
-    before = drawn(view)
-    until(lambda: drawn(view) != before, 5, "live run moves")
-    view.locator("button").filter(has_text="Stop").click()
-    until(lambda: "stopped after" in view.inner_text() or "done: " in view.inner_text(), 5, "the run has ended")
+    start_and_stop(view)
     still(page, view)
     press(page, output(page, "of different places touch"), "tokens")
     press(page, output(page, "prompt tokens together touch"), "tokens")
     press(page, output(page, "From the worst to the best quarter"), "skip", "ArrowRight ArrowLeft")
-    assert page.state()["errors"] == [] and page.complaints == [] and "Error displaying widget" not in page.text()
+    no_complaints(page)
 
 
 @pytest.mark.browser
@@ -299,9 +306,7 @@ for step in range(60):
 @pytest.mark.browser
 def test_quantisation(served, page, tmp_path):
     _, address = served
-    page.open(address, "04_quantisation.ipynb")
-    state = page.run_all()
-    assert state["errors"] == [] and state["done"] == state["cells"]
+    run_whole(page, address, "04_quantisation.ipynb")
     kinds = [p["kind"] for p in page.pictures()]
     assert kinds.count("canvas") == 8 and kinds.count("img") >= 5 and blank(page) == []
 
@@ -326,9 +331,7 @@ def test_quantisation(served, page, tmp_path):
 @pytest.mark.browser
 def test_tune_your_model(served, page, tmp_path):
     _, address = served
-    page.open(address, "07_tune_your_model.ipynb")
-    state = page.run_all()
-    assert state["errors"] == [] and state["done"] == state["cells"]
+    run_whole(page, address, "07_tune_your_model.ipynb")
     kinds = [p["kind"] for p in page.pictures()]
     assert kinds.count("canvas") == 2 and kinds.count("img") >= 7 and blank(page) == [], shoot(page, tmp_path, "blank")
 
@@ -348,15 +351,13 @@ def test_tune_your_model(served, page, tmp_path):
     until(
         lambda: "MB, 50 % of what" in view.inner_text() and not view.locator(".colibri-error").count(), 20, "recovered"
     )
-    assert page.state()["errors"] == [] and page.complaints == [] and "Error displaying widget" not in page.text()
+    no_complaints(page)
 
 
 @pytest.mark.browser
 def test_kernels(served, page, tmp_path):
     _, address = served
-    page.open(address, "05_kernels.ipynb")
-    state = page.run_all()
-    assert state["errors"] == [] and state["done"] == state["cells"]
+    run_whole(page, address, "05_kernels.ipynb")
     kinds = [p["kind"] for p in page.pictures()]
     assert kinds.count("canvas") == 4 and kinds.count("img") >= 8 and blank(page) == [], shoot(page, tmp_path, "blank")
 
@@ -372,4 +373,4 @@ def test_kernels(served, page, tmp_path):
     becomes.fill("x")
     view.locator("button").filter(has_text="Try").click()
     until(lambda: view.locator(".colibri-error").count() == 1, 30, "an edit that cannot be made is told")
-    assert page.state()["errors"] == [] and page.complaints == [] and "Error displaying widget" not in page.text()
+    no_complaints(page)

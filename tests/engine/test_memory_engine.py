@@ -263,6 +263,19 @@ def test_the_plan_counts_what_products_take_while_they_run(tokens, k, active, hi
     )
 
 
+def test_huge_pages_follow_the_size_of_the_pool_unless_asked_for(tiny, monkeypatch):
+    lab = cl.open(tiny, expert_cache_slots=4)
+    assert lab.settings["huge_pages"] is False
+    monkeypatch.setattr(engine_module, "HUGE_PAGES_FROM", lab.engine.pool.size + 1)
+    lab.configure(expert_cache_slots=32)
+    assert lab.settings["huge_pages"] is True
+    lab.configure(expert_cache_slots=4)
+    assert lab.settings["huge_pages"] is False
+    lab.configure(huge_pages=True)
+    lab.configure(expert_cache_slots=5)
+    assert lab.settings["huge_pages"] is True
+
+
 def test_a_product_takes_what_is_lent_and_no_more():
     x, out = np.ones((3, 64), np.float32), np.empty((3, 16), np.float32)
     memory, place = pack_float32(np.ones((16, 64), np.float32))
