@@ -4,10 +4,10 @@
     python benchmarks/predict.py --model colibri-tiny
     python benchmarks/predict.py --made DIR --layers 8 --format int8
 
-Calibration runs at a slot count that is not among the five, on another prompt, once in every round; the one that other
-programs disturbed least counts. The measured text's routing is recorded once;
-the engine then runs it at every slot count in turn, round after round, each time from a cold expert cache. A step that lost
-a core to another program is left out of both sides where enough others remain: `clean` tells how many of how many count.
+Calibration runs another prompt at four slot counts that are not among the five, once in every round. The measured text's
+routing is recorded once; the engine then runs it at every slot count in turn, round after round, each time from a cold
+expert cache. Measured are the tokens by the mean time of a run, the slowest and fastest tenth left out, on both sides; the
+bounds hold eight of ten runs.
 The last part needs no engine: the bytes and I/O times of a recorded Qwen3-30B-A3B run, bandwidth fitted to its first half.
 """
 
@@ -18,6 +18,7 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,9 @@ from tqdm import tqdm
 
 import colibri_lab as cl
 from colibri_lab import machine
-from colibri_lab.timing import CLEAN, Stopwatch
 from colibri_lab.trace import load_trace
 from colibri_lab.tune import page_cache, predict, runs
-from colibri_lab.tune.calibrate import calibrate
+from colibri_lab.tune.calibrate import Calibrator, trimmed_mean
 from colibri_lab.tune.served import serve
 from colibri_lab.tune.shapes import Shape
 
@@ -53,89 +53,59 @@ def made(directory: Path, layers: int, format: str, experts: int = 64) -> Path:
     return target
 
 
-def timed_run(lab, tokens: int) -> tuple[list, list[float]]:
-    """(steps, share of their threads' time that each held a core) of a run from a cold expert cache."""
-    lab.reset_cache()
-    stream = lab.stream(PROMPT, max_tokens=tokens + 1, temperature=1.0, seed=7, stop_at_eos=False)
-    held = []
-    while True:
-        with Stopwatch(lab.settings["threads"]) as watch:
-            step = next(stream, None)
-        if step is None:
-            return lab.last_run.steps, held
-        held.append(watch.held)
-
-
-def one_storage(
-    model: Path, storage: str, slots: list[int], tokens: int, rounds: int, calibration_slots: int, known: list
-) -> list[dict]:
-    """Rows of one way of reading. `known`: calibrations so far; computing costs the same however experts are read, so the
-    median of all gives those costs, and the median of this storage what reading costs."""
-    lab = cl.open(model, expert_cache_slots=calibration_slots, storage=storage, prefault=True, max_seq_len=512)
+def one_storage(model: Path, storage: str, slots: list[int], tokens: int, seconds: float) -> list[dict]:
+    """Rows of one way of reading, from as many rounds as begin within `seconds`, at least three."""
+    lab = cl.open(model, expert_cache_slots=slots[0], storage=storage, prefault=True, max_seq_len=512)
     shape = Shape.of_container(lab.container)
     files = runs.expert_files(model)
     if storage != "direct":
         page_cache.warm(files)
-    lab.warmup()
-    calibrate(lab, CALIBRATION, tokens=12, read_s=0.2)  # everything was touched once before it counts
-    with lab.record() as recorder:
-        timed_run(lab, tokens)
-    calibrations = []
-    walls = {count: [] for count in slots}
-    held = {count: [] for count in slots}
+    with lab.record() as recorder:  # also touches everything once before it counts
+        measured_run(lab, tokens)
+    calibrator = Calibrator(lab, CALIBRATION, tokens)
+    seconds_of: dict[int, list[float]] = {count: [] for count in slots}  # decoding, by run
     facts = {}
-    for _ in tqdm(range(rounds), f"{model.name}, {storage}", unit="round"):
-        # Calibrating takes its turn in every round, so that it meets the machine as the measured runs do.
-        lab.configure(expert_cache_slots=calibration_slots)
-        lab.warmup()
-        calibrations.append(calibrate(lab, CALIBRATION, tokens=tokens, repeats=3, read_s=0.5))
-        for count in slots:
-            lab.configure(expert_cache_slots=count)
-            lab.warmup()
-            steps, share = timed_run(lab, tokens)
-            decode = [step.phase == "decode" for step in steps]
-            walls[count].append([s.wall_s for s, d in zip(steps, decode, strict=True) if d])
-            held[count].append([h for h, d in zip(share, decode, strict=True) if d])
-            facts[count] = (lab.last_run.hit_rate, lab.memory(peak=True), page_cache.share(files))
-    visits = shape.top_k * len(shape.moe_layers)
-
-    def disturbed(each) -> float:
-        return each.costs.step_s + visits * each.costs.expert_s
-
-    def reading(each) -> float:
-        device, cached = each.reads
-        return each.read_factor / (cached or device).at(shape.block_bytes, 2, lab.settings["loader_threads"])
-
-    found = sorted(calibrations, key=reading)[len(calibrations) // 2]
-    known += calibrations
+    end, rounds = time.monotonic() + seconds, 0
+    with tqdm(desc=f"{model.name}, {storage}", unit=" round") as bar:
+        while rounds < 3 or time.monotonic() < end:
+            # Calibrating takes its turn in every round, so that it meets the machine as the measured runs do.
+            calibrator.round(0.3)
+            for count in slots if rounds % 2 else reversed(slots):
+                lab.configure(expert_cache_slots=count)
+                lab.warmup()
+                decode = [step.wall_s for step in measured_run(lab, tokens) if step.phase == "decode"]
+                seconds_of[count].append(sum(decode))
+                facts[count] = (lab.last_run.hit_rate, lab.memory(peak=True), page_cache.share(files))
+            rounds += 1
+            bar.update()
+    found = calibrator.result()
     base = {"storage": storage, "max_seq_len": 512}
     one = predict.calibrated(shape, found, machine.memory()[1], base, recorder.trace)
-    one.costs = sorted(known, key=disturbed)[len(known) // 2].costs
     rows = []
     for count in slots:
-        prediction = one.at(expert_cache_slots=count)
-        seconds = prediction.steps.seconds.to_numpy()
-        wall, clean = np.array(walls[count]), np.array(held[count]) >= CLEAN
-        # The median over rounds of each step, of its clean samples where it has any.
-        ok = np.array([wall[clean[:, i], i] if clean[:, i].any() else wall[:, i] for i in range(wall.shape[1])], object)
-        kept = clean.any(axis=0) if clean.any(axis=0).sum() >= wall.shape[1] // 4 else np.ones(wall.shape[1], bool)
-        each = np.array([np.median(samples) for samples in ok])
-        per_round = [kept.sum() / wall[r][kept].sum() for r in range(len(wall))]
+        prediction, values = one.at(expert_cache_slots=count), tokens / np.array(seconds_of[count])
         hit, memory, share = facts[count]
-        undisturbed = wall.shape[1] / wall.min(axis=0).sum()
-        measured, predicted = kept.sum() / each[kept].sum(), kept.sum() / seconds[kept].sum()
+        measured = tokens / trimmed_mean(seconds_of[count])
+        low, high = np.quantile(values, [0.1, 0.9])
         rows.append(
             {
-                "model": model.name, "storage": storage, "slots": count, "predicted": predicted,
+                "model": model.name, "storage": storage, "slots": count, "predicted": prediction.tokens_per_s.value,
                 "low": prediction.tokens_per_s.low, "high": prediction.tokens_per_s.high, "measured": measured,
-                "error": predicted / measured - 1, "measured_low": min(per_round), "measured_high": max(per_round),
-                "undisturbed": undisturbed, "undisturbed_error": len(seconds) / seconds.sum() / undisturbed - 1, "n": rounds, "clean": f"{int(clean.sum())}/{clean.size}", "hit_rate": hit,
-                "hit_exact": prediction.hit_rate == hit, "memory": memory["total_bytes"],
+                "error": prediction.tokens_per_s.value / measured - 1, "measured_low": low, "measured_high": high,
+                "n": rounds, "hit_rate": hit, "hit_exact": prediction.hit_rate == hit, "memory": memory["total_bytes"],
                 "memory_error": prediction.memory["total_bytes"] / memory["total_bytes"] - 1,
                 "bottleneck": prediction.bottleneck, "page_cache": share, "read_factor": found.read_factor,
+                "miss_us": 1e6 * found.costs.miss_s, "wait_us": 1e6 * found.costs.wait_s,
             }
         )  # fmt: skip
     return rows
+
+
+def measured_run(lab, tokens: int) -> list:
+    """The steps of the measured text from a cold expert cache."""
+    lab.reset_cache()
+    list(lab.stream(PROMPT, max_tokens=tokens + 1, temperature=1.0, seed=7, stop_at_eos=False))
+    return lab.last_run.steps
 
 
 def qwen() -> dict:
@@ -171,7 +141,7 @@ def main() -> None:
     p.add_argument("--storages", default="pread,direct")
     p.add_argument("--slots", help="five slot counts; default from top-k to all")
     p.add_argument("--tokens", type=int, default=64)
-    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--seconds", type=float, default=60, help="of rounds for each way of reading")
     p.add_argument("--only-qwen", action="store_true")
     p.add_argument("--json", action="store_true")
     args = p.parse_args()
@@ -192,13 +162,11 @@ def main() -> None:
                     if args.slots
                     else [k, 2 * k, 3 * k, 4 * k, min(6 * k, blocks)]
                 )
-                few = next(n for n in range(round(1.5 * k), blocks) if n not in slots)
-                known: list = []
                 for storage in args.storages.split(","):
-                    rows += one_storage(model, storage, slots, args.tokens, args.rounds, few, known)
+                    rows += one_storage(model, storage, slots, args.tokens, args.seconds)
         report["engine"] = rows
         table = pd.DataFrame(rows)
-        runs.save("plan", requested={"benchmark": "predict", "tokens": args.tokens, "rounds": args.rounds},
+        runs.save("plan", requested={"benchmark": "predict", "tokens": args.tokens, "seconds": args.seconds},
                   facts={"worst_error": float(table.error.abs().max()), "hits_exact": bool(table.hit_exact.all())},
                   tables={"predicted_and_measured": table})  # fmt: skip
     if args.json:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .. import kernels
+from .. import machine
 from ..checkpoint.formats import FORMATS
 from ..config import SETTINGS
 from ..errors import SettingError
 from ..telemetry import Step
-from ..timing import CLEAN, ENOUGH, Stopwatch
 from ..trace.table import Trace
 from . import page_cache
+from .reads import measure_reads, reader_for
 from .runs import expert_files
 from .served import PREFILL, Served, serve
 from .shapes import Shape
-from .storage_model import ModelledReader, Rates, Reader
-from .timeline import Costs, read_all, timeline
+from .storage_model import Rates
+from .timeline import Costs, decode_seconds, prompt_tokens, read_all, timeline
 
 MISS_S = 40e-6  # deciding a victim, queueing a read, waking a loader thread and being woken, where nothing ran yet
-MISS_MOST_S = 100e-6  # a larger slope is noise of a disturbed run
 LAYER_S = 300e-6  # a decode step's time in one layer beside moving weights, where no probe measured it
 KV_SLOWEST = 1e9  # bytes of keys and values per second, at least
 ESTIMATE_SPREAD = 0.35  # of costs that no run of this model has confirmed
@@ -30,11 +29,12 @@ ESTIMATE_SPREAD = 0.35  # of costs that no run of this model has confirmed
 
 @dataclass(frozen=True)
 class Calibration:
-    """What one run showed: `costs`, read rates by storage, the run's own trace, and how well the formula fits it.
+    """What runs showed: `costs`, read rates by storage, the runs' own trace, and how well the formula fits them.
 
     reads        (device, page cache) rates, each None when not measured
     read_factor  seconds that reads took while the engine computed, relative to reads alone
-    steps, clean decode steps of the run, and how many of them held their cores
+    slots        the slot counts of the runs
+    steps, n     decode steps of a run, and runs at each slot count
     """
 
     costs: Costs
@@ -42,8 +42,125 @@ class Calibration:
     read_factor: float
     trace: Trace
     settings: dict
+    slots: tuple[int, ...]
     steps: int
-    clean: int
+    n: int
+
+
+class Calibrator:
+    """Runs the same tokens at several slot counts in turn, each from a cold expert cache, and reads the model's files.
+
+    With many slots nearly everything hits, which shows what computing costs. With few, every miss adds more than its read:
+    the engine waits and wakes, and computes with weights that no processor cache holds.
+    """
+
+    def __init__(
+        self, lab, prompt: str = "def main():\n    ", tokens: int = 48, slots: Sequence[int] | None = None,
+        warm_page_cache: bool = True,
+    ):  # fmt: skip
+        """`slots` are by default four, in equal ratios, from 1.5 times one token's experts to all, or to what half of the
+        free memory holds. `warm_page_cache`: read the expert files once before, unless storage goes past the page cache.
+
+        Raises `SettingError` when fewer than 8 tokens would be decoded.
+        """
+        if tokens < 8:
+            raise SettingError(f"calibration needs at least 8 decoded tokens, got {tokens}")
+        self.lab, self.prompt, self.tokens = lab, prompt, tokens
+        self.shape = Shape.of_container(lab.container)
+        self.slots = tuple(slots or self._usual_slots())
+        self._settings = {count: dict(lab.settings, expert_cache_slots=count) for count in self.slots}
+        self._runs: dict[int, list[list[Step]]] = {count: [] for count in self.slots}
+        self._reads: list[tuple[Rates | None, Rates | None]] = []
+        if warm_page_cache and lab.settings["storage"] in ("pread", "mmap"):
+            page_cache.warm(expert_files(lab.path))
+        with lab.record() as recorder:  # recording takes time, so the run that is recorded does not count
+            run_cold(lab, prompt, tokens)
+        self.trace = recorder.trace
+
+    def _usual_slots(self) -> list[int]:
+        shape = self.shape
+        scale = len(shape.moe_layers) if self.lab.settings["scope"] == "global" else 1
+        each = shape.block_bytes * len(shape.moe_layers) // scale
+        most = max(1, min(shape.blocks * scale, machine.memory()[1] // 2 // each))
+        few = min(round(1.5 * shape.top_k * scale), most)
+        return sorted({round(count) for count in np.geomspace(few, most, 4)})
+
+    def round(self, read_s: float = 0.5) -> None:
+        """One run at each slot count, and `read_s` seconds of reading. Leaves the lab at the last of them."""
+        if self.lab.settings["storage"] != "modelled":
+            self._reads.append(measure_reads(self.lab, read_s, seed=len(self._reads)))
+        for count in self.slots:
+            if self.lab.settings["expert_cache_slots"] != count:
+                self.lab.configure(expert_cache_slots=count)
+                self.lab.warmup()
+            steps = run_cold(self.lab, self.prompt, self.tokens)
+            if sum(step.phase == "decode" for step in steps) < 4:
+                raise SettingError(
+                    f"calibration: fewer than 4 of {self.tokens} tokens were decoded; give a shorter prompt or more "
+                    "max_seq_len"
+                )
+            self._runs[count].append(steps)
+
+    def result(self) -> Calibration:
+        """Costs from all rounds so far: of each step the mean over its runs counts. Raises `SettingError` without any."""
+        count = len(self._runs[self.slots[0]])
+        if not count:
+            raise SettingError("calibration: no round was run; call round() first")
+        reads = tuple(Rates.pooled(list(each)) for each in zip(*self._reads, strict=True)) or (None, None)
+        seen = [_Observed.of(self._runs[n], self._served(n), self.shape) for n in self.slots]
+        costs = _costs(seen, self.shape)
+        factor = 1.0 if reads == (None, None) else self._read_factor(costs, seen, reads)
+        settings = self._settings[self.slots[0]]
+        return Calibration(costs, reads, factor, self.trace, settings, self.slots, len(seen[0].wall_s), count)
+
+    def _served(self, slots: int) -> Served:
+        return serve(self.trace, **serve_settings(self._settings[slots], self.shape))
+
+    def _read_factor(self, costs: Costs, seen: list[_Observed], reads) -> float:
+        """The factor with which the formula gives the time that all runs took."""
+        lanes, layers = self.lab.settings["loader_threads"], len(self.shape.moe_layers)
+        times = []
+        for count, each in zip(self.slots, seen, strict=True):
+            settings = self._settings[count]
+            reader = reader_for(settings, self.shape, reads, page_cache_bytes=self.shape.experts_bytes)
+            times.append(read_all(each.served, reader, wave_of(settings, self.shape)))
+
+        def predicted(factor: float) -> float:
+            total = 0.0
+            for read, each in zip(times, seen, strict=True):
+                scaled = replace(read, early_s=read.early_s * factor, late_s=read.late_s * factor)
+                line = timeline(each.served, scaled, costs, lanes, layers)
+                total += decode_seconds(each.served, line, costs, prompt_tokens(each.served)).sum()
+            return total
+
+        measured, low, high = sum(each.wall_s.sum() for each in seen), 0.0, 16.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if predicted(middle) < measured else (low, middle)
+        return float(middle)
+
+
+def calibrate(
+    lab, prompt: str = "def main():\n    ", tokens: int = 48, *, repeats: int = 3, read_s: float = 2.0
+) -> Calibration:
+    """Costs from `repeats` rounds of a `Calibrator`; `read_s` seconds of reading in all. The lab keeps its settings.
+
+    Raises `SettingError` when fewer than 8 tokens would be decoded.
+    """
+    slots = lab.settings["expert_cache_slots"]
+    calibrator = Calibrator(lab, prompt, tokens)
+    try:
+        for _ in range(repeats):
+            calibrator.round(read_s / repeats)
+    finally:
+        lab.configure(expert_cache_slots=slots)
+    return calibrator.result()
+
+
+def run_cold(lab, prompt: str, tokens: int) -> list[Step]:
+    """The steps of a run from a cold expert cache: the prompt, then `tokens` decode steps, sampled with seed 1."""
+    lab.reset_cache()
+    return list(lab.stream(prompt, max_tokens=tokens + 1, temperature=1.0, seed=1, stop_at_eos=False))
 
 
 def estimate(shape: Shape, probe, threads: int | None = None, activations: str | None = None) -> Costs:
@@ -82,60 +199,6 @@ def estimate(shape: Shape, probe, threads: int | None = None, activations: str |
     )
 
 
-def calibrate(
-    lab,
-    prompt: str = "def main():\n    ",
-    tokens: int = 48,
-    *,
-    repeats: int = 3,
-    read_s: float = 2.0,
-    warm_page_cache: bool = True,
-) -> Calibration:
-    """Costs from short runs at the lab's own settings, from a cold expert cache, and from reads of the model's files.
-
-    Few slots are best: what a miss costs shows only where there are misses. Of `repeats` equal runs each step's median
-    counts, and steps that lost a core to other programs are left out where enough others remain. `read_s`: seconds of
-    reading for the rates. `warm_page_cache`: read the expert files once before, unless storage goes past the page cache.
-    """
-    if tokens < 8:
-        raise SettingError(f"calibration needs at least 8 decoded tokens, got {tokens}")
-    shape, storage = Shape.of_container(lab.container), lab.settings["storage"]
-    files = expert_files(lab.path)
-    if warm_page_cache and storage in ("pread", "mmap"):
-        page_cache.warm(files)
-    reads = (None, None) if storage == "modelled" else measure_reads(lab, read_s)
-    with lab.record() as recorder:  # recording takes time, so the run that is recorded is not one that counts
-        _timed_run(lab, prompt, tokens)
-    trace = recorder.trace
-    runs_ = [_timed_run(lab, prompt, tokens) for _ in range(repeats)]
-    # The same tokens each time, so steps can be paired: of each the middle one counts, which is what will be met.
-    middle = [sorted(same, key=lambda pair: pair[0].wall_s)[len(same) // 2] for same in zip(*runs_, strict=True)]
-    decode = [(step, share) for step, share in middle if step.phase == "decode"]
-    if len(decode) < 4:
-        raise SettingError(
-            f"calibration: only {len(decode)} tokens were decoded; give a shorter prompt or more max_seq_len"
-        )
-    shares = np.array([share for _, share in decode])
-    good = shares >= CLEAN
-    used = good if good.sum() >= max(ENOUGH, len(decode) // 4) else shares >= np.median(shares)
-    served = serve(trace, **serve_settings(lab.settings, shape))
-    costs, factor = _fit([step for step, _ in middle], used, served, shape, lab, reads)
-    return Calibration(costs, reads, factor, trace, dict(lab.settings), len(decode), int(good.sum()))
-
-
-def _timed_run(lab, prompt: str, tokens: int) -> list[tuple[Step, float]]:
-    """(step, share of their threads' time that they held a core) for each step of a run from a cold expert cache."""
-    lab.reset_cache()
-    stream = lab.stream(prompt, max_tokens=tokens + 1, temperature=1.0, seed=1, stop_at_eos=False)
-    found = []
-    while True:
-        with Stopwatch(lab.settings["threads"]) as watch:
-            step = next(stream, None)
-        if step is None:
-            return found
-        found.append((step, watch.held))
-
-
 def serve_settings(settings: dict, shape: Shape) -> dict:
     """Keyword arguments of `serve` for settings of scope "open"."""
     ahead = settings.get("prefetch", "none")
@@ -156,169 +219,116 @@ def wave_of(settings: dict, shape: Shape) -> int:
     return max(1, transient_buffers(slots, layers, shape.blocks, settings))
 
 
-def _fit(every: list[Step], used, served: Served, shape: Shape, lab, reads) -> tuple[Costs, float]:
-    steps = [step for step in every if step.phase == "decode"]
-    prefill = [step for step in every if step.phase == "prefill"]
+@dataclass(frozen=True)
+class _Observed:
+    """Runs at one slot count. Arrays are by decode step, means over the runs; `totals_s` are the runs' sums.
 
-    def column(of) -> np.ndarray:
-        return np.array([of(step) for step in steps])
+    wall_s    whole steps
+    busy_s    the same without waiting for reads
+    routed_s  products of routed experts
+    prefill   seconds of all prefill steps, likewise: wall, busy, routed
+    """
 
-    asked = served.per_step(served.blocks)
-    misses = served.per_step(served.misses)
-    stage = {
-        name: column(lambda s, n=name: s.stages.get(n, 0.0)) for name in ("expert_compute", "expert_load_wait", "other")
-    }
-    routed = stage["expert_compute"] * (1 - _dense_share(shape))
-    rest = column(lambda s: s.wall_s) - routed - stage["expert_load_wait"]
-    managed = min(MISS_MOST_S, _slope(misses[used], stage["other"][used]))
-    rest = rest - managed * misses
-    at = sum(step.tokens for step in prefill) + np.arange(len(steps), dtype=float)
+    served: Served
+    wall_s: np.ndarray
+    busy_s: np.ndarray
+    routed_s: np.ndarray
+    totals_s: np.ndarray
+    prefill: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, runs: list[list[Step]], served: Served, shape: Shape) -> _Observed:
+        def gather(phase: str, dense: float) -> np.ndarray:
+            """(runs, steps, 3): wall, busy and routed seconds."""
+            return np.array(
+                [[(step.wall_s, step.wall_s - step.stages.get("expert_load_wait", 0.0),
+                   step.stages.get("expert_compute", 0.0) * (1 - dense)) for step in run if step.phase == phase]
+                 for run in runs]
+            )  # fmt: skip
+
+        mine = served.phase == PREFILL
+        prompt = float(prompt_tokens(served))
+        each = gather("decode", _dense_share(shape, 1.0, shape.top_k))
+        assigned = float(served.assignments[mine].sum()) / max(1, len(shape.moe_layers))
+        prefill = gather("prefill", _dense_share(shape, prompt, assigned)).sum(axis=1)
+        wall, busy, routed = trimmed_mean(each).T
+        return cls(served, wall, busy, routed, each[:, :, 1].sum(axis=1), tuple(trimmed_mean(prefill)))
+
+
+def _costs(seen: list[_Observed], shape: Shape) -> Costs:
+    """`seen`: by slots, ascending."""
+    many = seen[-1]
+    asked = many.served.per_step(many.served.blocks)
+    expert_s = float(np.median(many.routed_s / asked))
+    rest = np.concatenate([each.busy_s for each in seen]) - expert_s * np.tile(asked, len(seen))
+    at = np.tile(prompt_tokens(many.served) + np.arange(len(asked), dtype=float), len(seen))
+    misses, waits = (
+        np.concatenate([each.served.per_step(of(each.served)) for each in seen])
+        for of in (lambda s: s.misses, lambda s: s.misses > 0)
+    )
     # A position adds its keys and values to read; noise in a short run must not pass for more than reading them slowly.
     most = 4 * shape.kv_elements * shape.layers / KV_SLOWEST
-    position_s = min(most, _slope(at[used], rest[used])) if used.sum() >= 16 else 0.0
-    low, mid, high = np.quantile((rest + routed)[used], [0.1, 0.5, 0.9])
-    costs = Costs(
-        step_s=float(np.median((rest - position_s * at)[used])),
-        position_s=position_s,
-        expert_s=float(np.median((routed / asked)[used])),
-        miss_s=managed,
+    alike = len(seen) < 2  # nothing to tell a miss's cost by
+    limits = {"position_s": most, "miss_s": 0.0 if alike else np.inf, "wait_s": 0.0 if alike else np.inf}
+    found = bounded_fit({"position_s": at, "miss_s": misses, "wait_s": waits}, rest, limits)
+    if alike:
+        found |= {"miss_s": MISS_S, "step_s": max(0.0, found["step_s"] - MISS_S * misses.mean())}
+    low, mid, high = np.quantile(many.totals_s if len(many.totals_s) >= 3 else many.busy_s, [0.1, 0.5, 0.9])
+    return Costs(
+        expert_s=expert_s,
         spread=float((high - low) / 2 / mid),
-        source=f"calibration run of {len(steps)} tokens",
+        source=f"calibration run of {len(asked)} tokens",
+        **found,
+        **_prefill(many, expert_s, found["miss_s"]),
     )
-    costs = replace(costs, **_prefill(prefill, served, shape, costs.expert_s))
-
-    settings = lab.settings
-    reader = reader_for(settings, shape, reads, page_cache_bytes=shape.experts_bytes)
-    times = read_all(served, reader, wave_of(settings, shape))
-    measured = (routed + stage["expert_load_wait"])[used & (misses > 0)].sum()
-    if settings["storage"] == "modelled" or not measured:
-        return costs, 1.0
-
-    def predicted(factor: float) -> float:
-        scaled = replace(times, early_s=times.early_s * factor, late_s=times.late_s * factor)
-        line = timeline(served, scaled, replace(costs, miss_s=0.0), settings["loader_threads"], len(shape.moe_layers))
-        return served.per_step(line.total_s)[used & (misses > 0)].sum()
-
-    low, high = 0.0, 16.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if predicted(middle) < measured else (low, middle)
-    return costs, float(middle)
 
 
-def reader_for(settings: dict, shape: Shape, reads, page_cache_bytes: int, factor: float = 1.0, warm: bool = True):
-    """The reader of settings of scope "open": measured rates, or the modelled device the settings describe."""
-    from ..cache.storage import ModelledDevice
-    from ..units import parse_rate, parse_size
+def bounded_fit(columns: dict[str, np.ndarray], y: np.ndarray, most: dict[str, float]) -> dict[str, float]:
+    """Least squares of `y` (n,) on a constant, named step_s, and `columns` (n,), no coefficient below 0 or above `most`.
 
-    if settings["storage"] == "modelled":
-        device = ModelledDevice(
-            parse_rate(settings["disk_bandwidth"]), settings["disk_latency_us"] / 1e6, settings["disk_queue_depth"],
-            parse_size(settings["disk_page_cache"]),
-        )  # fmt: skip
-        return ModelledReader(shape.block_bytes, device)
-    device, cached = reads
-    if device is None and cached is None:
-        raise SettingError(f"no read rates for storage {settings['storage']!r}: measure them or give a disk rate")
-    device = device or cached
-    cached = None if settings["storage"] == "direct" else cached or device
-    return Reader(
-        shape.block_bytes, device.scaled(1 / factor) if factor else device,
-        cached.scaled(1 / factor) if cached and factor else cached, page_cache_bytes, settings["loader_threads"],
-        len(shape.moe_layers) * shape.blocks, warm,
-    )  # fmt: skip
-
-
-def _dense_share(shape: Shape) -> float:
-    """Share of stage expert_compute that dense feed-forward layers take, by weights."""
-    dense = (shape.layers - len(shape.moe_layers)) * 3 * shape.hidden * shape.dense_width
-    return dense / (dense + len(shape.moe_layers) * shape.top_k * shape.expert_params)
+    A coefficient that leaves its bounds is held at them, the worst first, and the others are fitted again.
+    """
+    held: dict[str, float] = {}
+    while True:
+        free = [name for name in columns if name not in held]
+        rest = y - sum((held[name] * columns[name] for name in held), np.zeros(len(y)))
+        table = np.column_stack([np.ones(len(y)), *(columns[name] for name in free)])
+        constant, *slopes = np.linalg.lstsq(table, rest, rcond=None)[0]
+        bounds = {
+            name: (float(slope), float(np.clip(slope, 0.0, most[name])))
+            for name, slope in zip(free, slopes, strict=True)
+        }
+        outside = {n: abs(slope - bound) * np.ptp(columns[n]) for n, (slope, bound) in bounds.items() if slope != bound}
+        if not outside:
+            return {"step_s": max(0.0, float(constant)), **held, **{name: slope for name, (slope, _) in bounds.items()}}
+        worst = max(outside, key=outside.get)
+        held[worst] = bounds[worst][1]
 
 
-def _slope(x: np.ndarray, y: np.ndarray) -> float:
-    """Slope of y over x, the median over pairs of one point of each half by x; never below 0."""
-    order, half = np.argsort(x, kind="stable"), len(x) // 2
-    low, high = order[:half], order[-half:]
-    dx = x[high] - x[low]
-    usable = dx > 0
-    return max(0.0, float(np.median((y[high] - y[low])[usable] / dx[usable]))) if half and usable.any() else 0.0
+def trimmed_mean(values) -> np.ndarray:
+    """Mean along the first axis without the largest and the smallest tenth. Where a machine changes between a fast and a
+    slow state, the mean of many runs settles and their median jumps from one state to the other."""
+    ordered = np.sort(values, axis=0)
+    cut = len(ordered) // 10
+    return ordered[cut : len(ordered) - cut].mean(axis=0)
 
 
-def _prefill(steps: list[Step], served: Served, shape: Shape, expert_s: float) -> dict[str, float]:
-    """Costs of a prompt: its routed products are a part per block and a part per assignment, one of each in decode."""
-    mine = served.phase == PREFILL
-    blocks, assigned = float(served.blocks[mine].sum()), float(served.assignments[mine].sum())
-    compute = sum(step.stages.get("expert_compute", 0.0) for step in steps)
-    waiting = sum(step.stages.get("expert_load_wait", 0.0) for step in steps)
-    tokens = sum(step.tokens for step in steps)
+def _dense_share(shape: Shape, tokens: float, assigned: float) -> float:
+    """Share of stage expert_compute that dense feed-forward layers take, by weights; `assigned` experts in an MoE layer."""
     dense = (shape.layers - len(shape.moe_layers)) * 3 * shape.hidden * shape.dense_width * tokens
-    routed = compute * (1 - dense / (dense + assigned * shape.expert_params))
+    return dense / (dense + len(shape.moe_layers) * assigned * shape.expert_params)
+
+
+def _prefill(seen: _Observed, expert_s: float, miss_s: float) -> dict[str, float]:
+    """Costs of a prompt: its routed products are a part per block and a part per assignment, one of each in decode."""
+    served, mine = seen.served, seen.served.phase == PREFILL
+    _, busy, routed = seen.prefill
+    blocks, assigned = float(served.blocks[mine].sum()), float(served.assignments[mine].sum())
     assign_s = (routed - blocks * expert_s) / (assigned - blocks) if assigned > blocks else expert_s
     assign_s = float(np.clip(assign_s, 0.0, expert_s))
-    rest = sum(step.wall_s for step in steps) - routed - waiting
-    return {"prefill_token_s": rest / tokens, "prefill_block_s": expert_s - assign_s, "prefill_assign_s": assign_s}
-
-
-def measure_reads(lab, budget_s: float = 2.0, seed: int = 0) -> tuple[Rates | None, Rates | None]:
-    """(device, page cache) rates of reading the model's own blocks, n at a time, through the lab's loader threads.
-
-    With storage direct only the device is measured. Else reads of files the page cache holds, and, where the system lets
-    them be dropped from it, of files it does not hold.
-    """
-    storage, lanes = lab.settings["storage"], lab.settings["loader_threads"]
-    container, config = lab.container, lab.config
-    counts = sorted({1, 2, 4, min(lanes, 8), config.top_k})
-    headers = [
-        container.block_layout(layer, block) for layer in config.moe_layers[:8] for block in range(container.blocks)
-    ]
-    rng = np.random.default_rng(seed)
-    paths = [str(header.path) for header in headers]
-    most = max(header.payload_bytes for header in headers)
-    room = -(-most // 4096) * 4096
-    memory = _aligned(max(counts), room)
-    loader = kernels.load("storage").BlockLoader(
-        paths, [h.payload_offset for h in headers], [h.payload_bytes for h in headers], storage, lanes, memory
-    )
-
-    def batch(count: int, cold: bool) -> float:
-        picked = rng.choice(len(headers), count, replace=count > len(headers)).tolist()
-        if cold:
-            page_cache.evict([paths[i] for i in picked])
-        begun = time.perf_counter()
-        faults = loader.wait(loader.submit(picked, list(range(count))))
-        spent = time.perf_counter() - begun
-        if faults:
-            raise SettingError(f"calibration: {faults[0]}")
-        return sum(headers[i].payload_bytes for i in picked) / spent
-
-    def table(cold: bool, share: float) -> list[dict]:
-        rows = []
-        for count in counts:
-            end, values = time.perf_counter() + share * budget_s / len(counts), []
-            while len(values) < 5 or (time.perf_counter() < end and len(values) < 200):
-                values.append(batch(count, cold))
-            low, mid, high = np.quantile(values, [0.25, 0.5, 0.75])
-            rows.append({"count": count, "bytes_per_s": mid, "low": low, "high": high, "n": len(values)})
-        return rows
-
-    if loader.mode == "direct":
-        return Rates.of_rows(table(False, 1.0), "direct reads of the model's blocks", batch=True), None
-    for count in counts:
-        batch(count, False)  # buffers are touched, files opened once
-    warm = page_cache.share(paths)
-    cached = None
-    if warm is None or warm > 0.5:
-        cached = Rates.of_rows(table(False, 0.5), "reads of blocks in the page cache", batch=True)
-    device = None
-    if page_cache.evict([]):
-        device = Rates.of_rows(table(True, 0.5), "reads of blocks evicted from the page cache", batch=True)
-        page_cache.warm(paths)
-    return device, cached
-
-
-def _aligned(count: int, room: int) -> np.ndarray:
-    import mmap
-
-    memory = np.frombuffer(mmap.mmap(-1, count * room), np.uint8).reshape(count, room)
-    memory[:, ::4096] = 1
-    return memory
+    rest = max(0.0, busy - routed - miss_s * float(served.misses[mine].sum()))
+    return {
+        "prefill_token_s": rest / max(1, prompt_tokens(served)),
+        "prefill_block_s": expert_s - assign_s,
+        "prefill_assign_s": assign_s,
+    }

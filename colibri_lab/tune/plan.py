@@ -204,19 +204,17 @@ def _from_probe(
 
 
 def calibrated_here(path, trace, room, settings: dict, prompt: str, prompt_tokens: int, notes: list[str]):
-    """(machine, predictors by number format) for a model that is here: a calibration run for each way of reading, with few
-    slots, since the costs of misses show only where there are some. What was left out is added to `notes`."""
+    """(machine, predictors by number format) for a model that is here: a calibration for each way of reading. What was left
+    out is added to `notes`."""
     import colibri_lab as cl
 
     kinds = [settings["storage"]] if "storage" in settings else ["pread", "direct"]
     lab = cl.open(path, **{**settings, "expert_cache_slots": None, "storage": kinds[0]})
-    scale = len(lab.config.moe_layers) if lab.settings["scope"] == "global" else 1
-    few = min(lab.container.blocks * scale, round(1.5 * lab.config.top_k * scale))
     room = room or machine.memory()[1]
     shape = Shape.of_container(lab.container)
     made: Predictor | None = None
     for kind in kinds:
-        lab.configure(storage=kind, expert_cache_slots=few)
+        lab.configure(storage=kind)
         if kind == "direct" and lab.engine.cache.storage != "direct":
             notes.append("storage direct is refused by this file system and was left out")
             continue
@@ -227,6 +225,7 @@ def calibrated_here(path, trace, room, settings: dict, prompt: str, prompt_token
         else:  # one set of costs, so that only reading differs between ways of reading
             made.reads |= one.reads
             made.factor |= one.factor
+            made.misses |= one.misses
     return machine_facts(), {shape.formats[0]: made}
 
 

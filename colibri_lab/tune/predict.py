@@ -21,8 +21,9 @@ from ..errors import MemoryPlanError, SettingError
 from ..trace.table import DECODE, PREFILL, Trace
 from ..units import format_size, parse_size
 from . import assumed
-from .calibrate import Calibration, estimate, reader_for, serve_settings, wave_of
+from .calibrate import Calibration, estimate, serve_settings, wave_of
 from .memory_of import memory_of
+from .reads import reader_for
 from .served import Served, serve
 from .shapes import Shape
 from .storage_model import Rates
@@ -104,6 +105,7 @@ class Predictor:
     traces      the routing to replay; further ones bound it from below and above when it is assumed
     reads       {storage: (device, page cache) rates}
     factor      {storage: how much longer reads take while the engine computes}
+    misses      {storage: (miss_s, wait_s)} where they are not those of `costs`
     memory      bytes that the process and the page cache may fill together
     warm        whether the page cache starts full of the model
     """
@@ -117,6 +119,7 @@ class Predictor:
     base: dict[str, Any]
     warm: bool = True
     assumptions: list[str] = field(default_factory=list)
+    misses: dict[str, tuple[float, float]] = field(default_factory=dict)
     _served: dict = field(default_factory=dict, repr=False)
 
     def settings(self, **settings) -> dict[str, Any]:
@@ -224,22 +227,22 @@ class Predictor:
     def _prediction(self, runs, s: dict, memory: dict, left: int, prompt: int | None) -> Prediction:
         served, reads, read_spread = runs[0]
         lanes, layers = s["loader_threads"], len(self.shape.moe_layers)
-        line = timeline(served, reads, self.costs, lanes, layers)
+        miss_s, wait_s = self.misses.get(s["storage"], (self.costs.miss_s, self.costs.wait_s))
+        costs = replace(self.costs, miss_s=miss_s, wait_s=wait_s)
+        line = timeline(served, reads, costs, lanes, layers)
         first = prompt_tokens(served)
-        seconds = decode_seconds(served, line, self.costs, first)
+        seconds = decode_seconds(served, line, costs, first)
         if not len(seconds):
             raise SettingError("the trace has no decode steps to predict from")
         speed = len(seconds) / seconds.sum()
 
-        rates, prompts = [speed], [prefill_seconds(served, line, self.costs)]
+        rates, prompts = [speed], [prefill_seconds(served, line, costs)]
         for other, its_reads, _ in runs[1:]:
-            its = timeline(other, its_reads, self.costs, lanes, layers)
-            steps = decode_seconds(other, its, self.costs, first)
+            its = timeline(other, its_reads, costs, lanes, layers)
+            steps = decode_seconds(other, its, costs, first)
             rates.append(len(steps) / steps.sum())
-            prompts.append(prefill_seconds(other, its, self.costs))
-        slower, faster = [
-            _scaled(sign, read_spread, reads, self.costs, served, lanes, layers, first) for sign in (1, -1)
-        ]
+            prompts.append(prefill_seconds(other, its, costs))
+        slower, faster = [_scaled(sign, read_spread, reads, costs, served, lanes, layers, first) for sign in (1, -1)]
         relative = np.hypot(max(slower[0] / seconds.sum() - 1, 1 - faster[0] / seconds.sum()), _windows(seconds))
         tokens = Band(speed, min(rates) / (1 + relative), max(rates) * (1 + relative))
 
@@ -356,7 +359,7 @@ def calibrated(
         said.append(f"routing of the calibration run, {found.steps} tokens")
     storage = found.settings["storage"]
     return Predictor(shape, traces, found.costs, {storage: found.reads}, {storage: found.read_factor}, memory, base,
-                     assumptions=said)  # fmt: skip
+                     assumptions=said, misses={storage: (found.costs.miss_s, found.costs.wait_s)})  # fmt: skip
 
 
 def from_probe(

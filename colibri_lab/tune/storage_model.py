@@ -45,6 +45,18 @@ class Rates:
         spread = float(np.median([(row["high"] - row["low"]) / 2 / row["bytes_per_s"] for row in rows]))
         return cls(cells, spread, source, batch)
 
+    @classmethod
+    def pooled(cls, several: list[Rates | None]) -> Rates | None:
+        """Medians of several measurements of the same cells; None when none was made."""
+        known = [rates for rates in several if rates is not None]
+        if not known:
+            return None
+        cells = tuple(
+            (size, count, float(np.median([rates.cells[i][2] for rates in known])))
+            for i, (size, count, _) in enumerate(known[0].cells)
+        )
+        return replace(known[0], cells=cells, spread=float(np.median([rates.spread for rates in known])))
+
     def at(self, block_bytes: int, count: int, lanes: int) -> float:
         """Bytes per second of `count` reads of this size through `lanes` loader threads."""
         count = count if self.batch else min(count, lanes)

@@ -26,7 +26,8 @@ class Costs:
     step_s            a decode step beside routed experts: attention, routers, shared experts, head, sampling
     position_s        more of that per token of context
     expert_s          one expert block with one token
-    miss_s            managing a miss, beside reading it
+    miss_s            what a miss costs beside its read: managing it, and weights that no processor cache holds yet
+    wait_s            what a layer costs that has any: falling asleep, waking, cores that have cooled down
     prefill_token_s   a prompt token beside routed experts
     prefill_block_s   an expert block of a prefill step, and
     prefill_assign_s  each token it serves there
@@ -35,6 +36,7 @@ class Costs:
     step_s: float
     expert_s: float
     miss_s: float = 0.0
+    wait_s: float = 0.0
     position_s: float = 0.0
     prefill_token_s: float = 0.0
     prefill_block_s: float = 0.0
@@ -99,7 +101,7 @@ def timeline(served: Served, reads: Reads, costs: Costs, lanes: int, moe_layers:
     overlap_s = np.where(served.ahead > 0, lead_s, 0.0) - tail_s
     first_s = np.where(reads.early_s > 0, np.maximum(compute_s, reads.early_s - overlap_s), compute_s)
     turns_s = reads.late_s + each_s * served.late
-    manage_s = costs.miss_s * (served.misses + served.ahead)
+    manage_s = costs.miss_s * (served.misses + served.ahead) + costs.wait_s * (served.misses > 0)
     waiting = first_s - compute_s + reads.late_s
     read_s = reads.early_s + reads.late_s
     on_device = np.divide(reads.device_s, read_s, out=np.zeros_like(read_s), where=read_s > 0)

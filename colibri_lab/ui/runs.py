@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -27,6 +27,10 @@ class Job:
     slots: int
     policy: str
     generate: dict = field(hash=False)
+
+    def at_most(self, tokens: int) -> Job:
+        """The same with no more than `tokens` to generate."""
+        return replace(self, generate=self.generate | {"max_tokens": min(tokens, self.generate["max_tokens"])})
 
 
 @dataclass
@@ -55,6 +59,16 @@ class MonitorRun:
         if self.ttft_s is None and step.token is not None:
             self.ttft_s = sum(s.wall_s for s in self.steps) + step.wall_s
         self.steps.append(step)  # last: whoever sees the step also sees what belongs to it
+
+    def first(self, tokens: int) -> MonitorRun:
+        """The run as it was after `tokens` sampled tokens; itself when it has no more."""
+        ends = [i for i, step in enumerate(self.steps) if step.token is not None][:tokens]
+        if not ends or len(ends) == len(self.tokens):
+            return self
+        cut = MonitorRun(self.job.at_most(tokens), self.settings, self.layers, self.top_k, ttft_s=self.ttft_s)
+        cut.steps, cut.residency = self.steps[: ends[-1] + 1], self.residency[: ends[-1] + 1]
+        cut.text, cut.stop_reason = "".join(step.text for step in cut.steps), "length"
+        return cut
 
     @property
     def label(self) -> str:

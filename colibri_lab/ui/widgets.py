@@ -40,13 +40,16 @@ STOP_WITHIN_S = 30.0
 SETTLED = 100  # steps after which the time axis no longer shrinks: the first ones are slow, and few
 
 
-def run_monitor(lab, prompt: str | None = None, live: str = "auto", **generate) -> RunMonitor:
+def run_monitor(
+    lab, prompt: str | None = None, live: str = "auto", rerun_tokens: int | None = None, **generate
+) -> RunMonitor:
     """A live view of `lab`: press Start, or move `slots` or `policy` to run again over the kept run.
 
-    `generate` are settings of scope "generate" (max_tokens, temperature, …). `live` is "auto", "canvas" or "png".
-    Raises `SettingError` for an unknown setting or value, `MissingTool` for live="canvas" without anywidget.
+    `generate` are settings of scope "generate" (max_tokens, temperature, …). `rerun_tokens`: a moved control generates no
+    more than so many of them, and is compared with as much of the kept run; None for all. `live` is "auto", "canvas" or
+    "png". Raises `SettingError` for an unknown setting or value, `MissingTool` for live="canvas" without anywidget.
     """
-    return RunMonitor(lab, prompt, live, **generate)
+    return RunMonitor(lab, prompt, live, rerun_tokens, **generate)
 
 
 class RunMonitor(W.VBox):
@@ -56,7 +59,7 @@ class RunMonitor(W.VBox):
     stays). `runs` are the runs so far, oldest first; `run` is the one on show; `kept` is the grey one.
     """
 
-    def __init__(self, lab, prompt: str | None = None, live: str = "auto", **generate):
+    def __init__(self, lab, prompt: str | None = None, live: str = "auto", rerun_tokens: int | None = None, **generate):
         self.lab = lab
         self._runner = Runner(lab, self)  # first: ipywidgets closes even what was never finished
         self.state = "empty"
@@ -66,9 +69,11 @@ class RunMonitor(W.VBox):
         self._before: MonitorRun | None = None  # shown again when the next run yields nothing
         self.kept: MonitorRun | None = None
         self._generate = resolve(generate, "generate")
+        self.rerun_tokens = None if rerun_tokens is None else SETTINGS["max_tokens"].check(rerun_tokens)
         self._lock = threading.RLock()
         self._quiet = False  # True while code, not a reader, moves a control
         self._painted: tuple = ()
+        self._cut: tuple = (None, 0, None)  # the kept run, a number of tokens, and so much of it
         self._top_ms = 0.0
         self._panels = [live_plot(live) for _ in range(4)]  # hit rate, residency, latency, share
         self.interval_s = self._panels[0].interval_s
@@ -146,10 +151,9 @@ class RunMonitor(W.VBox):
     def png(self, path: str | Path | None = None) -> plots.Picture:
         """The view as a static picture with its verdict, written to `path` if given. `ColibriError` before any run."""
         with self._lock:
-            run, kept = self.run, self.kept
+            run, kept = self.run, self._kept_beside(self.run)
         if run is None or not run.steps:
             raise ColibriError("run_monitor: nothing to draw yet; press Start or call run_once()")
-        kept = None if kept is run else kept
         picture = plots.run_summary(run, kept)
         picture.suptitle(self._title(run), x=0.01, ha="left", fontsize=10)
         picture.supxlabel("\n".join(filter(None, (verdict(run), comparison(run, kept)))), x=0.01, ha="left", fontsize=9)
@@ -295,7 +299,10 @@ class RunMonitor(W.VBox):
             if self._quiet:
                 return
             self._memory.value = self._memory_html()
-        self.start()
+            job = self._wanted()
+        if self.rerun_tokens is not None:
+            job = job.at_most(self.rerun_tokens)
+        self._runner.submit(job)
 
     def _on_token(self, _) -> None:
         with self._lock:
@@ -326,7 +333,7 @@ class RunMonitor(W.VBox):
             if not force and (run, count) == self._painted:
                 return
             self._painted = (run, count)
-            kept = None if self.kept is run else self.kept
+            kept = self._kept_beside(run)
             source, empty = ([], EMPTY) if run is None else (run, "")
             tokens = (run.job.generate["max_tokens"] if run else self.tokens.value) - 1
             top_ms = max(self._top_ms, frames.latency_top(source, kept, size=frames.group_size(tokens)))
@@ -341,6 +348,15 @@ class RunMonitor(W.VBox):
             latency.show(frames.stage_latency(source, kept, tokens, top_ms, cursor, empty))
             share.show(frames.stage_share(source, kept, empty))
             self._say(run, kept)
+
+    def _kept_beside(self, run: MonitorRun | None) -> MonitorRun | None:
+        """As much of the kept run as `run` was asked for; None when there is none or `run` is the kept one."""
+        if self.kept is None or self.kept is run:
+            return None
+        count = len(self.kept.tokens) if run is None else run.job.generate["max_tokens"]
+        if (self.kept, count) != self._cut[:2]:
+            self._cut = (self.kept, count, self.kept.first(count))
+        return self._cut[2]
 
     def _grid(self, run: MonitorRun | None, step: int, token: int | None, empty: str) -> frames.Frame:
         if run is None or not run.residency:

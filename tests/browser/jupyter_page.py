@@ -27,7 +27,8 @@ FLAGS = [
 ]  # fmt: skip
 
 STATE = """() => {
-  const panel = window.jupyterapp?.shell.currentWidget;
+  const open = [...(window.jupyterapp?.shell.widgets("main") || [])];
+  const panel = open.find((widget) => widget.sessionContext && widget.content?.widgets);
   const cells = (panel?.content?.widgets || []).filter((cell) => cell.model.type === "code");
   if (!cells.length) return null;
   const errors = [];
@@ -36,8 +37,17 @@ STATE = """() => {
     for (const o of outputs) if (o.output_type === "error") errors.push(`${o.ename}: ${o.evalue}`);
   }
   const done = cells.filter((cell) => cell.model.executionCount || !cell.model.sharedModel.source.trim()).length;
-  return {kernel: panel.sessionContext?.session?.kernel?.status || "none", cells: cells.length, done, errors};
+  const kernel = panel.sessionContext.session?.kernel;
+  return {id: panel.id, kernel: kernel?.status || "none", connection: kernel?.connectionStatus || "none",
+          cells: cells.length, done, errors};
 }"""
+
+# What JupyterLab itself shows, for the message of a notebook that did not open.
+SHOWN = """() => ({
+  widgets: [...(window.jupyterapp?.shell.widgets("main") || [])].map((widget) => widget.id),
+  dialog: document.querySelector(".jp-Dialog")?.innerText || "",
+  splash: !!document.querySelector("#jupyterlab-splash"),
+})"""
 
 # Every picture in the outputs: a checksum of its pixels and how many different colours it has (one means blank).
 PICTURES = """() => [...document.querySelectorAll(".jp-OutputArea canvas, .jp-OutputArea img")]
@@ -149,9 +159,21 @@ class NotebookPage:
         page.on("pageerror", lambda e: self.complaints.append(str(e)))
 
     def open(self, address: str, path: str) -> None:
-        """Open the notebook alone, in a workspace of its own, and wait for its kernel; the file browser is folded away."""
-        self.page.goto(address.format(workspace=secrets.token_hex(4), path=path))
-        until(lambda: (self.state() or {}).get("kernel") == "idle", 120, "kernel idle")
+        """Open the notebook alone, in a workspace of its own, and wait for its kernel; the file browser is folded away.
+
+        A page that JupyterLab did not finish within a minute is loaded once more. Raises TimeoutError with what it shows.
+        """
+        for last in (False, True):
+            self.page.goto(address.format(workspace=secrets.token_hex(4), path=path))
+            try:
+                until(lambda: (self.state() or {}).get("kernel") == "idle", 60, "kernel idle")
+                break
+            except TimeoutError as error:
+                if last:
+                    shown = self.page.evaluate(SHOWN)
+                    raise TimeoutError(f"{path}: {error}; {self.state()}; {shown}; {self.complaints}") from None
+                self.complaints.clear()
+        self.page.evaluate("(id) => window.jupyterapp.shell.activateById(id)", self.state()["id"])
         self.command("application:toggle-left-area")
 
     def theme(self, name: str) -> None:

@@ -112,9 +112,9 @@ def test_the_formula_bounds_a_simulated_layer(blocks, misses, lanes, read_s, com
 
 def test_waiting_computing_and_managing_sum_to_the_layer():
     served = one_layer(8, 3)
-    costs = Costs(step_s=0, expert_s=0.002, miss_s=0.0001)
+    costs = Costs(step_s=0, expert_s=0.002, miss_s=0.0001, wait_s=0.0005)
     line = timeline(served, read_all(served, FixedReader(1, 0.02, 1), 4), costs, 1, 1)
-    assert line.total_s[0] == pytest.approx(0.06 + 0.002 + 0.0003)
+    assert line.total_s[0] == pytest.approx(0.06 + 0.002 + 0.0003 + 0.0005)
     assert line.total_s[0] == pytest.approx(line.compute_s[0] + line.wait_device_s[0] + line.manage_s[0])
 
 

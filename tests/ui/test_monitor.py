@@ -95,6 +95,25 @@ def test_moving_slots_runs_again_over_the_kept_run(monitor):
     assert "all 40 tokens equal" in monitor._verdict.value
 
 
+def test_a_moved_control_may_run_fewer_tokens_and_is_compared_with_as_many():
+    monitor = run_monitor(FakeLab(), max_tokens=40, rerun_tokens=15, seed=1)
+    whole = monitor.run_once()
+    monitor.slots.value = 16
+    assert monitor.wait(10)
+    assert len(monitor.run.tokens) == 15 and monitor.tokens.value == 40
+    assert monitor.run.tokens == whole.tokens[:15] and monitor.kept is whole
+    hit = monitor._panels[0]
+    assert hit.spec["xlim"] == [0, 13] and values_of(hit).shape[1] == 14  # the first token is the prompt's
+    np.testing.assert_allclose(values_of(hit)[0], whole.first(15).decode.trailing_hit_percent(8), rtol=1e-6)
+    assert "all 15 tokens equal" in monitor._verdict.value
+    before, after = whole.first(15).misses_per_token, monitor.run.misses_per_token
+    assert f"{before:.1f} → {after:.1f} misses" in monitor._verdict.value
+    monitor.start()
+    assert monitor.wait(10) and len(monitor.run.tokens) == 40
+    with pytest.raises(SettingError, match="max_tokens must be"):
+        run_monitor(FakeLab(), rerun_tokens=0)
+
+
 def test_policy_dropdown_offers_the_settings_choices_and_runs(monitor):
     assert monitor.policy.options == SETTINGS["policy"].choices
     monitor.policy.value = "weighted-lru"
