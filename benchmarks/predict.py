@@ -35,6 +35,7 @@ from colibri_lab.tune.shapes import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 CALIBRATION = "class Tree:\n    def insert(self, key):\n        "
+WITHIN = 0.15
 PROMPT = "def read_lines(path):\n    "
 
 
@@ -131,6 +132,54 @@ def qwen() -> dict:
     }  # fmt: skip
 
 
+def keep(report: dict, output: Path) -> None:
+    """Add a run to predict.json in `output`; predict.md tells of all runs, and shows the last of each model."""
+    data = output / "predict.json"
+    kept = json.loads(data.read_text()) if data.exists() else {"models": {}}
+    kept["qwen"] = report["qwen"]
+    table = pd.DataFrame(report["engine"])
+    for model, rows in table.groupby("model"):
+        one = kept["models"].setdefault(
+            model.rsplit("-", 1)[0] if model.startswith("colibri-tiny") else model, {"runs": []}
+        )
+        worst = float(rows.error[rows.error.abs().idxmax()])
+        one["runs"].append({"within": int((rows.error.abs() <= WITHIN).sum()), "of": len(rows), "worst": worst})
+        one["rows"] = rows.drop(columns="model").to_dict("records")
+    data.write_text(json.dumps(kept, indent=1, default=float) + "\n")
+    (output / "predict.md").write_text(told(kept))
+
+
+def told(kept: dict) -> str:
+    """predict.md: a paragraph and a table for each model."""
+    lines = [
+        "# Predicted and measured decode speed", "",
+        "Written by `python benchmarks/predict.py --output benchmarks/results`: tokens/s on a virtual machine with two cores",
+        "whose memory and disk other guests share. What is measured, and how, stands in that file. The range holds eight of ten",
+        "runs of the same setting: so far it differs from itself.",
+    ]  # fmt: skip
+    for model, one in kept["models"].items():
+        runs_ = ", ".join(f"{run['within']} of {run['of']} (worst {100 * run['worst']:+.1f} %)" for run in one["runs"])
+        lines += [
+            "", f"## {model}", "", f"Within {WITHIN:.0%}, run by run: {runs_}. The last run:", "",
+            "| storage | slots | predicted | band | measured | range | n | error | hit rate exact | memory error |",
+            "|---|--:|--:|---|--:|---|--:|--:|---|--:|",
+        ]  # fmt: skip
+        lines += [
+            f"| {r['storage']} | {r['slots']} | {r['predicted']:.1f} | {r['low']:.1f} to {r['high']:.1f} | {r['measured']:.1f} | "
+            f"{r['measured_low']:.1f} to {r['measured_high']:.1f} | {r['n']} | {100 * r['error']:+.1f} % | "
+            f"{'yes' if r['hit_exact'] else 'no'} | {100 * r['memory_error']:.2f} % |"
+            for r in one["rows"]
+        ]
+    q = kept["qwen"]
+    lines += [
+        "", "## Qwen3-30B-A3B, recorded by another engine", "",
+        f"Bytes read exact for {q['bytes_exact']} of {q['tokens']} tokens. I/O time with the bandwidth of the first "
+        f"{q['fitted_on']} tokens: {100 * q['io_error_total']:+.2f} % in all over the others, median "
+        f"{100 * q['io_error_median']:.1f} % a token, worst {100 * q['io_error_worst']:.0f} %.",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--model", help="one container or shipped model; default colibri-tiny and the made one")
@@ -143,6 +192,7 @@ def main() -> None:
     p.add_argument("--tokens", type=int, default=64)
     p.add_argument("--seconds", type=float, default=60, help="of rounds for each way of reading")
     p.add_argument("--only-qwen", action="store_true")
+    p.add_argument("--output", type=Path, help="add this run to predict.json there, and write predict.md anew")
     p.add_argument("--json", action="store_true")
     args = p.parse_args()
     report = {"qwen": qwen()}
@@ -169,6 +219,8 @@ def main() -> None:
         runs.save("plan", requested={"benchmark": "predict", "tokens": args.tokens, "seconds": args.seconds},
                   facts={"worst_error": float(table.error.abs().max()), "hits_exact": bool(table.hit_exact.all())},
                   tables={"predicted_and_measured": table})  # fmt: skip
+    if args.output:
+        keep(report, args.output)
     if args.json:
         print(json.dumps(report, default=str))
         return

@@ -25,9 +25,11 @@ from .checkpoint import formats, layout, packing
 from .checkpoint.container import Container
 from .checkpoint.convert import convert
 from .checkpoint.plan_formats import hot_cold
+from .distributions import divergence, log_softmax
 from .engine.linear import Linear
 from .errors import SettingError
 from .front import open_model
+from .quality.logits import watched_routes
 from .routing.reading import Texts, read, texts
 
 COLUMN_BLOCK = 32  # columns looked at together
@@ -293,7 +295,7 @@ class Survey:
             np.concatenate([-p[np.arange(len(f)), f] for p, f in zip(found, follows, strict=True)]).astype(np.float64)
             for found in (answers, self._answers)
         )
-        kl = [_divergence(a, b) for a, b in zip(self._answers, answers, strict=True)]
+        kl = [divergence(a, b) for a, b in zip(self._answers, answers, strict=True)]
         same = [[(a[:, :, None] == b[:, None]).any(2) for a, b in zip(*pair, strict=True)]
                 for pair in zip(self._routes, routes, strict=True)]  # fmt: skip
         agreement = np.array([np.concatenate([text[i] for text in same]).mean() for i in range(len(same[0]))])
@@ -362,25 +364,7 @@ def _run(lab, texts: list[tuple[str, np.ndarray]]) -> tuple[list[np.ndarray], li
     """Per text: log-probabilities of what follows, float32 (tokens - 1, vocab), and the choices of each MoE layer."""
     answers, routes = [], []
     for _, ids in texts:
-        seen: dict[int, list[np.ndarray]] = {}
-
-        def watch(layer, chosen, weights, lease, seen=seen):
-            seen.setdefault(layer, []).append(np.sort(chosen, axis=1))
-
-        lab.engine.observers.append(watch)
-        try:
-            answers.append(_log_softmax(lab.logits(ids)[:-1]))
-        finally:
-            lab.engine.observers.remove(watch)
+        with watched_routes(lab) as seen:
+            answers.append(log_softmax(lab.logits(ids)[:-1]).astype(np.float32))
         routes.append([np.concatenate(parts) for _, parts in sorted(seen.items())])
     return answers, routes
-
-
-def _log_softmax(x: np.ndarray) -> np.ndarray:
-    x = x - x.max(1, keepdims=True)
-    return x - np.log(np.exp(x).sum(1, keepdims=True, dtype=np.float64)).astype(np.float32)
-
-
-def _divergence(reference: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Kullback-Leibler divergence of each row's distribution from the reference's, float64 (rows,), nats."""
-    return np.maximum((np.exp(reference) * (reference - answers)).sum(1, dtype=np.float64), 0.0)

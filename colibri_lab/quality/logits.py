@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from ..distributions import divergence, log_softmax
 from ..errors import ModelError
 from .texts import Window
 
@@ -65,12 +66,6 @@ def bootstrap_ratio(
         ratios[i] = nll[drawn].sum() / reference[drawn].sum() - 1
     low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Along the last axis, in float64."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 @contextlib.contextmanager
@@ -128,8 +123,7 @@ class _Tally:
         (mine, our_routes), (other, their_routes) = ours, theirs
         target = window.ids[1:, None]
         losses = (-np.take_along_axis(log_p, target, 1).sum() for log_p in (mine, other))
-        kl = (np.exp(other) * (other - mine)).sum()
-        self.rows.append((window.text, len(target), window.predicted_bytes, *losses, kl))
+        self.rows.append((window.text, len(target), window.predicted_bytes, *losses, divergence(other, mine).sum()))
         self.tokens += len(window.ids)
         for layer, counts in self.counts.items():
             a, b = our_routes[layer], their_routes[layer]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pandas as pd
 
+from .. import distributions
 from ..config import ModelConfig
 from ..engine.router import RoutedLayer
 from ..engine.routers import PAD, Choice, RouterHook, TopK, decide, seeded_noise
@@ -107,16 +108,10 @@ def divergence(lab, readings: Readings, router: RouterHook) -> pd.Series:
 
     def mean(domain: str) -> float:
         pairs = zip(own[domain], other[domain], strict=True)
-        return _mean(_kl(p.astype(np.float64), q.astype(np.float64)) for (_, p), (_, q) in pairs)
+        logs = ((distributions.log_softmax(p), distributions.log_softmax(q)) for (_, p), (_, q) in pairs)
+        return _mean(distributions.divergence(p, q) for p, q in logs)
 
     return pd.Series({domain: mean(domain) for domain in readings}, name="kl_nats")
-
-
-def _kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """KL(softmax(p) || softmax(q)) per row."""
-    log_p, log_q = (x - x.max(1, keepdims=True) for x in (p, q))
-    log_p, log_q = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (log_p, log_q))
-    return (np.exp(log_p) * (log_p - log_q)).sum(1)
 
 
 def flips(reading: Reading, scales: Iterable[float] = (1e-7, 1e-5, 1e-3, 1e-2, 1e-1), seed: int = 0) -> pd.DataFrame:

@@ -19,9 +19,12 @@ from .runs import expert_files
 from .served import PREFILL, Served, serve
 from .shapes import Shape
 from .storage_model import Rates
-from .timeline import Costs, decode_seconds, prompt_tokens, read_all, timeline
+from .timeline import Costs, prompt_tokens, read_all, timeline
 
 MISS_S = 40e-6  # deciding a victim, queueing a read, waking a loader thread and being woken, where nothing ran yet
+# What a disturbed run shows beyond these is noise: a miss costs no more than to fetch from memory what a core's own cache
+# could have held (a megabyte), a wait no more than some hundred microseconds of falling asleep and waking.
+MISS_MOST_S, WAIT_MOST_S = 100e-6, 250e-6
 LAYER_S = 300e-6  # a decode step's time in one layer beside moving weights, where no probe measured it
 KV_SLOWEST = 1e9  # bytes of keys and values per second, at least
 ESTIMATE_SPREAD = 0.35  # of costs that no run of this model has confirmed
@@ -117,7 +120,7 @@ class Calibrator:
         return serve(self.trace, **serve_settings(self._settings[slots], self.shape))
 
     def _read_factor(self, costs: Costs, seen: list[_Observed], reads) -> float:
-        """The factor with which the formula gives the time that all runs took."""
+        """The factor with which the formula gives the time that all runs waited."""
         lanes, layers = self.lab.settings["loader_threads"], len(self.shape.moe_layers)
         times = []
         for count, each in zip(self.slots, seen, strict=True):
@@ -130,10 +133,10 @@ class Calibrator:
             for read, each in zip(times, seen, strict=True):
                 scaled = replace(read, early_s=read.early_s * factor, late_s=read.late_s * factor)
                 line = timeline(each.served, scaled, costs, lanes, layers)
-                total += decode_seconds(each.served, line, costs, prompt_tokens(each.served)).sum()
+                total += each.served.per_step(line.wait_device_s + line.wait_cache_s).sum()
             return total
 
-        measured, low, high = sum(each.wall_s.sum() for each in seen), 0.0, 16.0
+        measured, low, high = sum((each.wall_s - each.busy_s).sum() for each in seen), 0.0, 16.0
         for _ in range(40):
             middle = (low + high) / 2
             low, high = (middle, high) if predicted(middle) < measured else (low, middle)
@@ -269,7 +272,7 @@ def _costs(seen: list[_Observed], shape: Shape) -> Costs:
     # A position adds its keys and values to read; noise in a short run must not pass for more than reading them slowly.
     most = 4 * shape.kv_elements * shape.layers / KV_SLOWEST
     alike = len(seen) < 2  # nothing to tell a miss's cost by
-    limits = {"position_s": most, "miss_s": 0.0 if alike else np.inf, "wait_s": 0.0 if alike else np.inf}
+    limits = {"position_s": most, "miss_s": 0.0 if alike else MISS_MOST_S, "wait_s": 0.0 if alike else WAIT_MOST_S}
     found = bounded_fit({"position_s": at, "miss_s": misses, "wait_s": waits}, rest, limits)
     if alike:
         found |= {"miss_s": MISS_S, "step_s": max(0.0, found["step_s"] - MISS_S * misses.mean())}
