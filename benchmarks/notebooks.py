@@ -197,7 +197,7 @@ def measure(address: str, name: str, notebook: Path, pictures: Path | None) -> d
             title = _title("".join(sources[i]))
             sliders = view.locator(".jp-OutputArea .widget-slider:visible")
             for k in range(sliders.count()):
-                label = sliders.nth(k).locator(".widget-label").first.inner_text()
+                label = (sliders.nth(k).locator(".widget-label").first.text_content() or "").strip()
                 rows.append({"view": title, "control": label, **watched.slider(sliders.nth(k))})
             if view.locator(".jp-OutputArea button", has_text="Start").count():
                 rows.append({"view": title, "control": "Start, Stop", **watched.live(view)})

@@ -50,6 +50,7 @@ class Lab:
         self.last_run: Run | None = None
         self._stop = threading.Event()
         self._busy = threading.Lock()
+        self._exchange = threading.Lock()  # held while `configure` takes one engine away and makes the next
         self._here = threading.local()  # .router: what `routing` put in force in this thread
 
     def generate(self, prompt: str, **settings) -> Run:
@@ -152,17 +153,17 @@ class Lab:
 
         Slots and pages count whole, filled or not. `lab.engine.pool.touched()` tells what the system really gave.
         """
-        parts = {**self.engine.memory(peak), "tokenizer_bytes": self._facts.tokenizer_bytes}
+        parts = {**self._settled_engine().memory(peak), "tokenizer_bytes": self._facts.tokenizer_bytes}
         return {**parts, "total_bytes": sum(parts.values())}
 
     def residency(self) -> np.ndarray:
         """uint8 (moe_layers, experts): 0 absent, 1 resident, 2 resident and used by the layer's last step."""
-        return self.engine.cache.residency()
+        return self._settled_engine().cache.residency()
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot: the largest expert block, in whole pages."""
-        return self.engine.cache.slot_bytes
+        return self._facts.slot_bytes
 
     def reset_cache(self) -> None:
         """Cold cache: no block is resident, the policy remembers nothing."""
@@ -184,7 +185,7 @@ class Lab:
 
         Raises `MemoryPlanError` before anything changes; a failure later on leaves the model open as it was, but cold.
         """
-        with self._exclusive():
+        with self._exclusive(), self._exchange:
             known = {name: value for name, value in self.settings.items() if name in SETTINGS}
             given = resolve({**known, **settings}, "open")
             if "router_calib" in settings:
@@ -257,6 +258,11 @@ class Lab:
             yield
         finally:
             self._busy.release()
+
+    def _settled_engine(self) -> Engine:
+        """The engine, for whoever only looks: waits while another thread changes settings."""
+        with self._exchange:
+            return self.engine
 
     def _trace_header(self) -> dict:
         config, cache = self.config, self.engine.cache

@@ -165,6 +165,29 @@ def test_warmup_is_left_out_of_later_counts(tiny):
     assert (warm.hits + warm.misses).sum() > 0
 
 
+def test_another_thread_may_look_while_settings_change(tiny):
+    """A view does, each time a control moves: there is no moment without an answer."""
+    lab = cl.open(tiny, expert_cache_slots=4)
+    seen, wrong, ended = set(), [], threading.Event()
+
+    def look():
+        while not ended.is_set():
+            try:
+                seen.add((lab.slot_bytes, lab.residency().shape, lab.memory()["slots_bytes"] // lab.slot_bytes))
+            except Exception as error:
+                wrong.append(error)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    for slots in range(5, 25):
+        lab.configure(expert_cache_slots=slots)
+    ended.set()
+    watcher.join()
+    assert wrong == []
+    assert {(bytes_, shape) for bytes_, shape, _ in seen} == {(lab.engine.cache.slot_bytes, (6, 32))}
+    assert {slots for *_, slots in seen} <= {6 * slots for slots in range(4, 25)}
+
+
 def test_configure_changes_the_cache_and_keeps_the_tokens(tiny):
     lab = cl.open(tiny, expert_cache_slots=4)
     before = lab.generate(PROMPT, max_tokens=10, temperature=0.0)
