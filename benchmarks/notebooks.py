@@ -9,7 +9,7 @@ settled        from the last of twenty presses at 30 a second until no picture c
 
 and of each view with Start and Stop:
 
-live           changes of the pictures per second, while the run lasts and for at most 3 s
+live           changes of the pictures per second, while the run lasts and for at most 1.5 s
 still          from the press of Stop until no picture changes any more
 
 and, where a cell holds the kernel with a run that the view shows, its live rate as "in a cell".
@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT / "tests" / "browser"))
 from jupyter_page import NotebookPage, jupyterlab, notebook_page  # noqa: E402
 
 PRESSES, GAP_MS, BURST, PERIOD_MS = 10, 600, 20, 33
-LIVE_S, REST_MS = 3, 3000
+LIVE_S, REST_MS = 1.5, 3000
 
 NOTEBOOKS = ("00", "02", "04", "05", "06", "07")
 AIMS = {"first_ms": "below 150 (median)", "settled_ms": "below 700", "live_hz": "at least 10", "still_ms": "below 300"}
@@ -236,6 +236,8 @@ def report(found: dict) -> str:
 
     for name, one in sorted(books.items()):
         for row in one["rows"]:
+            if row.get("n") == 0:
+                continue  # a control of the next press of a button, which changes no picture by itself
             first = f"{row['first_ms']:.0f} ({row['first_worst_ms']:.0f}, {row['n']})" if row.get("first_ms") else ""
             lines.append(
                 f"| {name} | {row['view']} | {row['control']} | {first} | {shown(row, 'settled_ms')} | "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -31,6 +31,18 @@ class Run:
     events: pd.DataFrame = field(default_factory=pd.DataFrame)  # one row per access, with log_level debug
     requested: dict = field(default_factory=dict)  # settings as they were given, by name
     resident_before: int = 0  # experts that were in memory when it began, left there by earlier texts
+
+    def first(self, tokens: int) -> Run:
+        """Its first `tokens` sampled tokens, as a run of that length would have been recorded step by step; without the
+        tables `cache` and `events`, which are of the whole run. Itself when it has no more."""
+        if len(self.tokens) <= tokens:
+            return self
+        ends = [i for i, step in enumerate(self.steps) if step.token is not None]
+        steps = self.steps[: ends[tokens - 1] + 1]
+        return replace(
+            self, settings=self.settings | {"max_tokens": tokens}, steps=steps, tokens=self.tokens[:tokens],
+            text="".join(step.text for step in steps), stop_reason="length", cache=pd.DataFrame(), events=pd.DataFrame(),
+        )  # fmt: skip
 
     @property
     def stages(self) -> pd.DataFrame:

@@ -70,7 +70,7 @@ def new_header(**known) -> dict:
     return header
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class Trace:
     """Routing rows in the order they ran. Columns are read-only by convention; `select` and `concat` make new traces.
 

@@ -6,6 +6,7 @@ The counting is in `trace.experiments`; here it becomes panels and a sentence. U
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -159,13 +160,18 @@ def policies(trace: Trace, slots: int = 16) -> Finding:
     return Finding((frame,), said, pd.DataFrame({"policy": names, "hit_rate": values}))
 
 
+@lru_cache(maxsize=256)  # a moved slider asks for the same budgets again
+def _fetched_ahead(trace: Trace, predictor: str, slots: int, budget: int, bandwidth: int) -> pd.DataFrame:
+    return experiments.prefetching(trace, predictor, slots, [budget], bandwidth)
+
+
 def prefetch(trace: Trace, predictor: str = "markov", slots: int = 16, budget: int = 4, bandwidth: int = 0) -> Finding:
     """Fetching ahead: how many waits it saves and how many blocks it reads for that, at every budget.
 
     `bandwidth` is the blocks the disk brings during one layer step, 0 for at once.
     """
     budgets = sorted({*range(0, trace.k + 1), budget})
-    table = experiments.prefetching(trace, predictor, slots, budgets, bandwidth)
+    table = pd.concat([_fetched_ahead(trace, predictor, slots, each, bandwidth) for each in budgets], ignore_index=True)
     none, here = table.iloc[0], table[table.budget == budget].iloc[0]
     if budget == 0:
         effect = f"without it a token waits for {none.waits:.1f} blocks"

@@ -37,14 +37,17 @@ ALL = LATENCY, SHARE, READS, RUNS = range(4)  # the panels
 OPEN = ("expert_cache_slots", "threads", "storage", "disk_bandwidth", "disk_page_cache")
 
 
-def profile_view(lab, prompt: str = PROMPT, live: str = "auto", **generate) -> ProfileView:
+def profile_view(
+    lab, prompt: str = PROMPT, live: str = "auto", rerun_tokens: int | None = None, **generate
+) -> ProfileView:
     """A profile of `lab`: press Start, or move a control to run again over the kept run.
 
-    `generate` are settings of scope "generate". Controls: slots, threads, storage, the bandwidth of a modelled disk, and
+    `generate` are settings of scope "generate". `rerun_tokens`: a moved control generates no more than so many tokens, and
+    runs are compared over their first so many; None for all. Controls: slots, threads, storage, the bandwidth of a modelled disk, and
     memory: how much slots and page cache have together (0: as much as they like), so that more slots squeeze the page cache.
     Raises `SettingError` for an unknown setting or value.
     """
-    return ProfileView(lab, prompt, live, **generate)
+    return ProfileView(lab, prompt, live, rerun_tokens, **generate)
 
 
 class ProfileView(W.VBox):
@@ -54,13 +57,15 @@ class ProfileView(W.VBox):
     stays). `runs` are the complete runs, oldest first; `run` is on show, `kept` the grey one.
     """
 
-    def __init__(self, lab, prompt: str = PROMPT, live: str = "auto", **generate):
+    def __init__(self, lab, prompt: str = PROMPT, live: str = "auto", rerun_tokens: int | None = None, **generate):
         self._worker = Newest(self._serve, "colibri-profile")
         self.lab, self.state, self.error = lab, "empty", None
         self.runs: list[Run] = []
         self.run: Run | None = None
         self.kept: Run | None = None
         self._generate = resolve({"max_tokens": 48, **generate}, "generate")
+        self.rerun_tokens = None if rerun_tokens is None else SETTINGS["max_tokens"].check(rerun_tokens)
+        self._cuts: dict[int, tuple[Run, Run]] = {}  # by id: a complete run and as much of it as is compared
         self._lock = threading.RLock()
         self._quiet = False
         self._panels = [live_plot(live, 235) for _ in ALL]
@@ -307,7 +312,10 @@ class ProfileView(W.VBox):
                 return
             self._memory.value = self._memory_html()
             self._panels[RUNS].show(self._frame(RUNS, f"next: {self.controls['slots'].value} slots"))
-        self.start()
+            settings, prompt, generate = self._wanted()
+        if self.rerun_tokens is not None:
+            generate["max_tokens"] = min(self.rerun_tokens, generate["max_tokens"])
+        self._worker.submit((settings, prompt, generate))
 
     def _on_copy(self, _) -> None:
         text = self.code()
@@ -335,21 +343,31 @@ class ProfileView(W.VBox):
         self._message.value = f'<p class="{look}" role="status">{html.escape(text)}&nbsp;</p>'
 
     def _other(self) -> Run | None:
-        return None if self.kept is self.run else self.kept
+        """What the run on show is laid over: the kept one, as far as the two are compared."""
+        if self.kept is None or self.kept is self.run:
+            return None
+        asked = self.run.settings["max_tokens"] if self.run else self._generate["max_tokens"]
+        return self.kept if asked >= self.kept.settings["max_tokens"] else self._compared(self.kept)
+
+    def _compared(self, run: Run) -> Run:
+        """As much of a complete run as is compared with others; the same object each time."""
+        if self.rerun_tokens is None:
+            return run
+        return self._cuts.setdefault(id(run), (run, run.first(self.rerun_tokens)))[1]
 
     def _frame(self, panel: int, coming: str = "") -> Frame:
         """`coming` names the run that has been asked for, so that a moved control shows before the model has answered."""
         run, kept = self.run, self._other()
         source, empty = ([], EMPTY) if run is None else (run, "")
         if panel == LATENCY:
-            return frames.stage_latency(source, kept, self._generate["max_tokens"] - 1, 0.0, None, empty)
+            asked = (run.settings if run else self._generate)["max_tokens"]
+            return frames.stage_latency(source, kept, asked - 1, 0.0, None, empty)
         if panel == SHARE:
             return frames.stage_share(source, kept, empty)
-        return (
-            profile_frames.reads(run, kept, empty)
-            if panel == READS
-            else profile_frames.all_runs(self.runs, run, coming, empty)
-        )
+        if panel == READS:
+            return profile_frames.reads(run, kept, empty)
+        shown = self._compared(run) if any(run is done for done in self.runs) else None
+        return profile_frames.all_runs([self._compared(r) for r in self.runs], shown, coming, empty)
 
     def _said(self) -> list[str]:
         if self.run is None:

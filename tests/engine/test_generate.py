@@ -165,6 +165,20 @@ def test_warmup_is_left_out_of_later_counts(tiny):
     assert (warm.hits + warm.misses).sum() > 0
 
 
+def test_the_first_tokens_of_a_run_are_those_of_a_shorter_one(tiny):
+    lab = cl.open(tiny, expert_cache_slots=6)
+    whole = lab.generate(PROMPT, max_tokens=12, temperature=1.0, seed=4, stop_at_eos=False)
+    lab.reset_cache()
+    short = lab.generate(PROMPT, max_tokens=5, temperature=1.0, seed=4, stop_at_eos=False)
+    cut = whole.first(5)
+    assert (cut.tokens, cut.text, cut.stop_reason, cut.hit_rate) == (
+        short.tokens, short.text, short.stop_reason, short.hit_rate
+    )  # fmt: skip
+    assert [(s.phase, s.hits, s.misses) for s in cut.steps] == [(s.phase, s.hits, s.misses) for s in short.steps]
+    assert cut.settings == short.settings and len(whole.tokens) == 12
+    assert whole.first(12) is whole and whole.first(99) is whole
+
+
 def test_another_thread_may_look_while_settings_change(tiny):
     """A view does, each time a control moves: there is no moment without an answer."""
     lab = cl.open(tiny, expert_cache_slots=4)

@@ -104,6 +104,27 @@ def test_a_moved_control_runs_again_over_the_kept_run(view):
     assert view.kept is view.run and view._panels[2].spec["note"] == ""
 
 
+def test_runs_of_different_lengths_are_compared_over_the_same_tokens():
+    view = profile_view(ProfiledLab(), "f", rerun_tokens=12, max_tokens=40, seed=3)
+    whole = view.run_once()
+    view.controls["slots"].value = 16
+    assert view.wait(10)
+    short = view.run
+    assert len(short.tokens) == 12 and len(whole.tokens) == 40 and view.kept is whole
+    expected = [profile_frames.times(whole.first(12))[key] for key in ("wait", "hidden", "service", "wall")]
+    np.testing.assert_allclose(values_of(view._panels[2])[:, 1], expected, rtol=1e-6)
+    marks = {mark.text: mark.x for mark in view._frame(3).marks}
+    assert marks == {
+        "8 slots": pytest.approx(100 * whole.first(12).hit_rate), "16 slots": pytest.approx(100 * short.hit_rate)
+    }  # fmt: skip
+    assert whole.first(12).hit_rate != whole.hit_rate  # the test can tell
+    view.start()
+    assert view.wait(10) and len(view.run.tokens) == 40
+    assert view._panels[0].spec["xlim"][1] >= 38
+    with pytest.raises(SettingError, match="max_tokens must be"):
+        profile_view(ProfiledLab(), rerun_tokens=0)
+
+
 def test_a_moved_control_shows_before_the_model_answers(view, monkeypatch):
     view.run_once()
     go, stream = threading.Event(), view.lab.stream
