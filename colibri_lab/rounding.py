@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -258,7 +259,9 @@ class Survey:
             with tempfile.TemporaryDirectory(prefix="colibri-") as folder:
                 box = Path(folder) / "copy"
                 convert(self.container.dir, box, progress=False, **options)
-                copy = open_model(box, threads=self.threads, expert_cache_slots=self.config.num_experts)
+                with warnings.catch_warnings():  # that routers go without calibration is what is looked at here
+                    warnings.filterwarnings("ignore", ".*without router calibration")
+                    copy = open_model(box, threads=self.threads, expert_cache_slots=self.config.num_experts)
                 if router != "fp32":
                     round_routers(copy, router)
                 answers, routes = _run(copy, self._ids)

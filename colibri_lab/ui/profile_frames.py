@@ -90,17 +90,16 @@ def reads(run: Any, baseline=None, empty: str = "") -> Frame:
 
 
 def all_runs(done: Sequence[Any], shown: Any = None, coming: str = "", empty: str = "") -> Frame:
-    """Speed against hit rate, a point per run, named by its slots: a higher hit rate is not a higher speed."""
+    """Speed against hit rate, a point per run: a higher hit rate is not a higher speed. Named by slots where there is room."""
     points = [(r, 100 * r.hit_rate, r.decode_tokens_per_s) for r in done[-SHOWN:] if r.hit_rate is not None]
-    marks = tuple(
-        Mark(
-            hit,
-            speed,
-            f"{r.settings['expert_cache_slots']} slots",
-            *(("hit", "star") if r is shown else ("kept", "dot")),
-        )
-        for r, hit, speed in points
-    )
+    top = axis_top([speed for *_, speed in points])
+    named: list[tuple[float, float]] = []  # where a name stands; the run on show has the first say, then the newest
+    marks = []
+    for r, hit, speed in sorted(reversed(points), key=lambda point: point[0] is not shown):
+        free = all(abs(hit - x) > 16 or abs(speed - y) > 0.09 * top for x, y in named)
+        named += [(hit, speed)] * free
+        name = f"{r.settings['expert_cache_slots']} slots" if free else ""
+        marks.append(Mark(hit, speed, name, *(("hit", "star") if r is shown else ("kept", "dot"))))
     return Frame(
         "lines",
         "Speed against hit rate",
@@ -108,8 +107,8 @@ def all_runs(done: Sequence[Any], shown: Any = None, coming: str = "", empty: st
         "tokens/s",
         np.zeros((0, 0), np.float32),
         xlim=(0, 100),
-        ylim=(0, axis_top([speed for *_, speed in points])),
+        ylim=(0, top),
         note=coming or ("star: this run" if marks else ""),
-        marks=marks,
+        marks=tuple(reversed(marks)),
         empty=empty,
     )

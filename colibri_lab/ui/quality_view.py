@@ -134,6 +134,7 @@ class QualityExplorer(_View):
             self._code,
         ]
         self._build(f"What fewer bits cost: {report.container.info['source']}", controls, live)
+        self._follow_format()
         for control in (self.format, self.matrices, self.hot, self.router):
             control.observe(self._on_control, "value")
         self._paint()
@@ -150,6 +151,12 @@ class QualityExplorer(_View):
                     self._set(name, value)
             finally:
                 self._quiet = False
+            for name, usual in (("hot", HOT[0]), ("matrices", "experts")):
+                if controls.get(name, usual) != usual and getattr(self, name).disabled:
+                    raise ColibriError(
+                        f"quality_explorer: {name} has no effect on weights in format {self.format.value!r}; choose "
+                        "another format, or leave it out"
+                    )
             wanted = self._wanted()
         return self._newest.run(wanted)
 
@@ -214,18 +221,26 @@ class QualityExplorer(_View):
         """What the controls say: the copy's name, its options for `Survey.measure`, and its hot share."""
         format, matrices, hot, router = self.format.value, self.matrices.value, self.hot.value, self.router.value
         if format == AS_IS:
-            name, options, hot = self.report.name, {}, HOT[0]
+            name, options = self.report.name, {}
         else:
             name, options = f"{format}{' everywhere' * (matrices == 'all')}", {"quantize": format}
             options |= {"tensors": "all"} if matrices == "all" else {}
+        if self.hot.disabled:
+            hot = HOT[0]
         if hot != HOT[0]:
             name, options = f"{name}, hot {hot} int8", options | {"plan": None}
         if router != "fp32":
             name, options = f"{name}, router {router}", options | {"router": router}
         return name, options, hot
 
+    def _follow_format(self) -> None:
+        """What the format leaves nothing to choose of cannot be chosen."""
+        self.matrices.disabled = self.format.value == AS_IS
+        self.hot.disabled = self.matrices.disabled or self.format.value == "int8"
+
     def _on_control(self, _) -> None:
         with self._lock:
+            self._follow_format()
             if self._quiet:
                 return
             wanted = self._wanted()

@@ -104,6 +104,18 @@ def test_a_moved_control_runs_again_over_the_kept_run(view):
     assert view.kept is view.run and view._panels[2].spec["note"] == ""
 
 
+def test_points_that_stand_together_share_one_name():
+    def run(slots, hit, speed):
+        return SimpleNamespace(settings={"expert_cache_slots": slots}, hit_rate=hit, decode_tokens_per_s=speed)
+
+    runs = [run(8, 0.50, 400), run(9, 0.52, 404), run(10, 0.54, 401), run(30, 0.95, 400), run(11, 0.53, 200)]
+    marks = profile_frames.all_runs(runs, runs[1]).marks
+    assert [(m.text, m.shape) for m in marks if m.text] == [
+        ("30 slots", "dot"), ("11 slots", "dot"), ("9 slots", "star")
+    ]  # fmt: skip
+    assert len(marks) == 5 and sorted(m.x for m in marks) == pytest.approx([50, 52, 53, 54, 95])
+
+
 def test_runs_of_different_lengths_are_compared_over_the_same_tokens():
     view = profile_view(ProfiledLab(), "f", rerun_tokens=12, max_tokens=40, seed=3)
     whole = view.run_once()

@@ -91,6 +91,24 @@ def test_measure_in_this_thread_follows_every_control(view, survey):
         view.measure(bits=3)
 
 
+def test_what_a_format_leaves_no_choice_of_is_refused(view):
+    view.format.value = "int8"
+    assert view.hot.disabled and not view.matrices.disabled
+    view.format.value = "as it is"
+    assert view.hot.disabled and view.matrices.disabled
+    with pytest.raises(ColibriError, match="hot has no effect on weights in format 'as it is'; choose another"):
+        view.measure(hot="50 %")
+    with pytest.raises(ColibriError, match="matrices has no effect"):
+        view.measure(matrices="all", hot="none")
+    view.format.value = "int4-g64"
+    assert not view.hot.disabled and not view.matrices.disabled
+
+
+@pytest.mark.filterwarnings("error")
+def test_copies_are_made_without_a_word_about_router_calibration(survey):
+    survey.measure("int8 by groups", quantize="int8-g64")
+
+
 def test_the_kept_copy_stays_in_grey(view):
     view.measure(format="int4-g64")
     view.keep()
