@@ -190,7 +190,7 @@ def measure(address: str, name: str, notebook: Path, pictures: Path | None) -> d
         watched = Watched(page, pictures, name)
         watched.shoot()
         sources = [cell["source"] for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
-        rows = []
+        rows, live = [], ""
         cells = page.page.locator(".jp-CodeCell")
         for i in range(cells.count()):
             view = cells.nth(i)
@@ -201,9 +201,10 @@ def measure(address: str, name: str, notebook: Path, pictures: Path | None) -> d
                 rows.append({"view": title, "control": label, **watched.slider(sliders.nth(k))})
             if view.locator(".jp-OutputArea button", has_text="Start").count():
                 rows.append({"view": title, "control": "Start, Stop", **watched.live(view)})
+                live = title
         for i, source in enumerate(map("".join, sources)):
             if "run_once()" in source:
-                rows.append({"view": "run_monitor", "control": "in a cell", **watched.blocked(i)})
+                rows.append({"view": live, "control": "in a cell", **watched.blocked(i)})
                 break
         return {
             "open_s": open_s, "run_all_s": run_all_s, "errors": state["errors"] + page.complaints, "rows": rows,
