@@ -59,10 +59,10 @@ class Calibrator:
 
     def __init__(
         self, lab, prompt: str = "def main():\n    ", tokens: int = 48, slots: Sequence[int] | None = None,
-        warm_page_cache: bool = True,
+        memory: int | None = None, warm_page_cache: bool = True,
     ):  # fmt: skip
-        """`slots` are by default four, in equal ratios, from 1.5 times one token's experts to all, or to what half of the
-        free memory holds. `warm_page_cache`: read the expert files once before, unless storage goes past the page cache.
+        """`slots` are by default four, in equal ratios, from 1.5 times one token's experts to all, or to what `memory` bytes
+        hold, by default half of what is free. `warm_page_cache`: read the expert files once before, unless storage goes past the page cache.
 
         Raises `SettingError` when fewer than 8 tokens would be decoded.
         """
@@ -70,7 +70,7 @@ class Calibrator:
             raise SettingError(f"calibration needs at least 8 decoded tokens, got {tokens}")
         self.lab, self.prompt, self.tokens = lab, prompt, tokens
         self.shape = Shape.of_container(lab.container)
-        self.slots = tuple(slots or self._usual_slots())
+        self.slots = tuple(sorted(set(slots or self._usual_slots(memory or machine.memory()[1] // 2))))
         self._settings = {count: dict(lab.settings, expert_cache_slots=count) for count in self.slots}
         self._runs: dict[int, list[list[Step]]] = {count: [] for count in self.slots}
         self._reads: list[tuple[Rates | None, Rates | None]] = []
@@ -80,13 +80,13 @@ class Calibrator:
             run_cold(lab, prompt, tokens)
         self.trace = recorder.trace
 
-    def _usual_slots(self) -> list[int]:
+    def _usual_slots(self, memory: int) -> list[int]:
         shape = self.shape
         scale = len(shape.moe_layers) if self.lab.settings["scope"] == "global" else 1
         each = shape.block_bytes * len(shape.moe_layers) // scale
-        most = max(1, min(shape.blocks * scale, machine.memory()[1] // 2 // each))
+        most = max(1, min(shape.blocks * scale, memory // each))
         few = min(round(1.5 * shape.top_k * scale), most)
-        return sorted({round(count) for count in np.geomspace(few, most, 4)})
+        return [round(count) for count in np.geomspace(few, most, 4)]
 
     def round(self, read_s: float = 0.5) -> None:
         """One run at each slot count, and `read_s` seconds of reading. Leaves the lab at the last of them."""
@@ -144,14 +144,21 @@ class Calibrator:
 
 
 def calibrate(
-    lab, prompt: str = "def main():\n    ", tokens: int = 48, *, repeats: int = 3, read_s: float = 2.0
+    lab,
+    prompt: str = "def main():\n    ",
+    tokens: int = 48,
+    *,
+    repeats: int = 3,
+    read_s: float = 2.0,
+    memory: int | None = None,
 ) -> Calibration:
-    """Costs from `repeats` rounds of a `Calibrator`; `read_s` seconds of reading in all. The lab keeps its settings.
+    """Costs from `repeats` rounds of a `Calibrator`, whose slots may take `memory` bytes; `read_s` seconds of reading in
+    all. The lab keeps its settings.
 
     Raises `SettingError` when fewer than 8 tokens would be decoded.
     """
     slots = lab.settings["expert_cache_slots"]
-    calibrator = Calibrator(lab, prompt, tokens)
+    calibrator = Calibrator(lab, prompt, tokens, memory=memory)
     try:
         for _ in range(repeats):
             calibrator.round(read_s / repeats)

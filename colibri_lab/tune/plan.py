@@ -219,7 +219,9 @@ def calibrated_here(path, trace, room, settings: dict, prompt: str, prompt_token
             notes.append("storage direct is refused by this file system and was left out")
             continue
         lab.warmup()
-        one = predict.calibrated(shape, calibrate(lab, prompt), room, dict(settings), trace, prompt_tokens)
+        one = predict.calibrated(
+            shape, calibrate(lab, prompt, memory=room // 2), room, dict(settings), trace, prompt_tokens
+        )
         if made is None:
             made = one
         else:  # one set of costs, so that only reading differs between ways of reading

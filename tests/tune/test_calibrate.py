@@ -114,6 +114,13 @@ def test_without_contrast_the_cost_of_a_miss_is_assumed(lab, monkeypatch):
     assert 0 < costs.step_s < STEP_S + 24 * MISS_S + 6 * WAIT_S
 
 
+def test_slots_stay_within_the_memory_they_may_take(lab):
+    ten = 10 * 6 * lab.slot_bytes
+    assert Calibrator(lab, tokens=8, memory=ten).slots == (6, 7, 8, 10)
+    assert Calibrator(lab, tokens=8, memory=1).slots == (1,)
+    assert Calibrator(lab, tokens=8, slots=[9, 4, 9]).slots == (4, 9)
+
+
 def test_all_layers_share_the_slots_of_a_global_pool(tiny):
     assert Calibrator(cl.open(tiny, expert_cache_slots=40, scope="global", **INSTANT), tokens=8).slots == (
         36,
