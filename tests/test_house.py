@@ -87,6 +87,12 @@ def test_no_source_file_is_longer_than_500_lines(project):
                 assert len(path.read_text("utf-8").splitlines()) <= 500, path
 
 
+def test_no_two_test_files_share_a_name(project):
+    """pytest imports them by name, and cannot collect the second."""
+    names = [path.name for path in (project / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_the_error_tree_in_the_docstring_is_the_tree_in_the_code():
     def tree(kind):
         return {kind.__name__}.union(*(tree(child) for child in kind.__subclasses__()))
