@@ -61,7 +61,7 @@ class Calibrator:
         self, lab, prompt: str = "def main():\n    ", tokens: int = 48, slots: Sequence[int] | None = None,
         memory: int | None = None, warm_page_cache: bool = True,
     ):  # fmt: skip
-        """`slots` are by default four, in equal ratios, from 1.5 times one token's experts to all, or to what `memory` bytes
+        """`slots` are by default four, in equal ratios, from 1.25 times one token's experts to all, or to what `memory` bytes
         hold, by default half of what is free. `warm_page_cache`: read the expert files once before, unless storage goes past the page cache.
 
         Raises `SettingError` when fewer than 8 tokens would be decoded.
@@ -85,7 +85,7 @@ class Calibrator:
         scale = len(shape.moe_layers) if self.lab.settings["scope"] == "global" else 1
         each = shape.block_bytes * len(shape.moe_layers) // scale
         most = max(1, min(shape.blocks * scale, memory // each))
-        few = min(round(1.5 * shape.top_k * scale), most)
+        few = min(round(1.25 * shape.top_k * scale), most)
         return [round(count) for count in np.geomspace(few, most, 4)]
 
     def round(self, read_s: float = 0.5) -> None:
@@ -95,7 +95,7 @@ class Calibrator:
         for count in self.slots:
             if self.lab.settings["expert_cache_slots"] != count:
                 self.lab.configure(expert_cache_slots=count)
-                self.lab.warmup()
+                run_cold(self.lab, self.prompt, self.tokens)  # the system gives memory when it is first touched
             steps = run_cold(self.lab, self.prompt, self.tokens)
             if sum(step.phase == "decode" for step in steps) < 4:
                 raise SettingError(

@@ -16,12 +16,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from .. import machine
 from ..config import SETTINGS
 from ..errors import ColibriError, ModelError, SettingError
 from ..front import container_of, find_model, project_root
 from ..trace import load_trace
 from ..trace.table import Trace
 from ..tune import predict, trial
+from ..tune.calibrate import Calibrator, trimmed_mean
 from ..tune.memory_of import memory_of
 from ..tune.plan import PROMPT_TOKENS, Plan, calibrated_here, recommend
 from ..tune.predict import Predictor
@@ -239,28 +241,34 @@ def what_memory_buys(
 
 
 def predicted_and_measured(
-    subject: Subject, slots: Sequence[int] = (4, 8, 16, 32), storage: str = "pread", tokens: int = 48, repeats: int = 3
+    subject: Subject, slots: Sequence[int] = (4, 8, 16, 32), storage: str = "pread", tokens: int = 48, rounds: int = 5
 ) -> pd.DataFrame:
-    """Predicted speed beside the median of real runs, a row per slot count, for `tune_plots.beside`.
+    """Predicted speed beside that of real runs, a row per slot count, for `tune_plots.beside`.
 
-    The model is calibrated anew, so that prediction and measurement meet the same machine. Columns storage, slots,
-    predicted, low, high, measured, n. Raises `SettingError` for a model that cannot run here.
+    The model is calibrated anew, in turns with the runs, so that prediction and measurement meet the same machine. Columns
+    storage, slots, predicted, low, high, measured (tokens by the mean time of a run), n. Raises `SettingError` for a model
+    that cannot run here.
     """
     import colibri_lab as cl
 
     if subject.path is None:
         raise SettingError(f"{subject.name} is not a model on this machine, so nothing can be measured")
-    rows = []
-    one = _ran(subject.path, None, storage=storage)
     lab = cl.open(subject.path, storage=storage)
-    generate = {"max_tokens": tokens, "temperature": 1.0, "seed": 1, "stop_at_eos": False}
+    calibrator = Calibrator(lab, trial.PROMPT, tokens)
+    generate = {"max_tokens": tokens + 1, "temperature": 1.0, "seed": 1, "stop_at_eos": False}
+    token_s: dict[int, list[float]] = {count: [] for count in slots}
+    for number in range(rounds):
+        calibrator.round(0.2)
+        for count in slots if number % 2 else reversed(slots):
+            lab.configure(expert_cache_slots=count)
+            trial.run_once(lab, trial.PROMPT, generate)  # touches the memory that the next run takes
+            token_s[count].append(1 / trial.run_once(lab, trial.PROMPT, generate)["tokens_per_s"])
+    one = predict.calibrated(subject.shape, calibrator.result(), machine.memory()[1], {"storage": storage})
+    rows = []
     for count in slots:
-        lab.configure(expert_cache_slots=count, storage=storage)
-        lab.warmup()
-        found = one.at(storage=storage, expert_cache_slots=count).tokens_per_s
-        speeds = [trial.run_once(lab, trial.PROMPT, generate)["tokens_per_s"] for _ in range(repeats)]
+        found = one.at(expert_cache_slots=count).tokens_per_s
         rows.append({"storage": storage, "slots": count, "predicted": found.value, "low": found.low, "high": found.high,
-                     "measured": float(np.median(speeds)), "n": repeats})  # fmt: skip
+                     "measured": 1 / float(trimmed_mean(token_s[count])), "n": rounds})  # fmt: skip
     return pd.DataFrame(rows)
 
 

@@ -66,7 +66,7 @@ def calibrated_on_made_up_steps(lab, monkeypatch, spread: float, rounds: int):
 
 def test_costs_that_went_in_come_out(lab, monkeypatch):
     found = calibrated_on_made_up_steps(lab, monkeypatch, 0.0, 1)
-    assert found.slots == (6, 10, 18, 32) and found.n == 1 and found.steps == 40
+    assert found.slots == (5, 9, 17, 32) and found.n == 1 and found.steps == 40
     costs = found.costs
     assert (costs.step_s, costs.expert_s) == (pytest.approx(STEP_S, rel=1e-6), pytest.approx(EXPERT_S, rel=1e-6))
     assert costs.position_s == pytest.approx(POSITION_S, rel=1e-4)
@@ -116,7 +116,7 @@ def test_without_contrast_the_cost_of_a_miss_is_assumed(lab, monkeypatch):
 
 def test_slots_stay_within_the_memory_they_may_take(lab):
     ten = 10 * 6 * lab.slot_bytes
-    assert Calibrator(lab, tokens=8, memory=ten).slots == (6, 7, 8, 10)
+    assert Calibrator(lab, tokens=8, memory=ten).slots == (5, 6, 8, 10)
     assert Calibrator(lab, tokens=8, memory=1).slots == (1,)
     assert Calibrator(lab, tokens=8, slots=[9, 4, 9]).slots == (4, 9)
 

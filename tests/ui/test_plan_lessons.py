@@ -96,7 +96,7 @@ def test_a_model_that_is_here_is_run_and_measured():
     subject = bench.subject("data/colibri-tiny")
     assert subject.shape.name == "colibri-tiny" and subject is bench.subject(" data/colibri-tiny")
     assert subject.made.costs.source.startswith("calibration run")
-    table = lessons.predicted_and_measured(subject, slots=(4, 32), tokens=10, repeats=1)
+    table = lessons.predicted_and_measured(subject, slots=(4, 32), tokens=10, rounds=1)
     assert table.slots.tolist() == [4, 32] and (table[["predicted", "measured", "low"]] > 0).all(axis=None)
     with pytest.raises(SettingError, match="not a model on this machine"):
         lessons.predicted_and_measured(bench.subject(OLMOE))
