@@ -55,7 +55,7 @@ def made(directory: Path, layers: int, format: str, experts: int = 64) -> Path:
 
 
 def one_storage(model: Path, storage: str, slots: list[int], tokens: int, seconds: float) -> list[dict]:
-    """Rows of one way of reading, from as many rounds as begin within `seconds`, at least three."""
+    """Rows of one way of reading, from as many rounds as begin within `seconds`, at least five."""
     lab = cl.open(model, expert_cache_slots=slots[0], storage=storage, prefault=True, max_seq_len=512)
     shape = Shape.of_container(lab.container)
     files = runs.expert_files(model)
@@ -68,7 +68,7 @@ def one_storage(model: Path, storage: str, slots: list[int], tokens: int, second
     facts = {}
     end, rounds = time.monotonic() + seconds, 0
     with tqdm(desc=f"{model.name}, {storage}", unit=" round") as bar:
-        while rounds < 3 or time.monotonic() < end:
+        while rounds < 5 or time.monotonic() < end:
             # Calibrating takes its turn in every round, so that it meets the machine as the measured runs do.
             calibrator.round(0.3)
             for count in slots if rounds % 2 else reversed(slots):
