@@ -59,10 +59,10 @@ class Calibrator:
 
     def __init__(
         self, lab, prompt: str = "def main():\n    ", tokens: int = 48, slots: Sequence[int] | None = None,
-        memory: int | None = None, warm_page_cache: bool = True,
+        memory: int | None = None,
     ):  # fmt: skip
         """`slots` are by default four, in equal ratios, from 1.25 times one token's experts to all, or to what `memory` bytes
-        hold, by default half of what is free. `warm_page_cache`: read the expert files once before, unless storage goes past the page cache.
+        hold, by default half of what is free. Expert files are read once before, unless storage goes past the page cache.
 
         Raises `SettingError` when fewer than 8 tokens would be decoded.
         """
@@ -74,7 +74,7 @@ class Calibrator:
         self._settings = {count: dict(lab.settings, expert_cache_slots=count) for count in self.slots}
         self._runs: dict[int, list[list[Step]]] = {count: [] for count in self.slots}
         self._reads: list[tuple[Rates | None, Rates | None]] = []
-        if warm_page_cache and lab.settings["storage"] in ("pread", "mmap"):
+        if lab.settings["storage"] in ("pread", "mmap"):
             page_cache.warm(expert_files(lab.path))
         with lab.record() as recorder:  # recording takes time, so the run that is recorded does not count
             run_cold(lab, prompt, tokens)
