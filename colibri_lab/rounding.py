@@ -38,7 +38,7 @@ LOST = 0.9  # share of a column block that became exactly 0: the block is lost
 PARTS = ("expert", "dense", "router")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rounded:
     """A matrix w (rows, cols) float32 in an integer format: `codes` (rows, cols); `scale` and `zero` float32 (rows, groups);
     `back` float32 (rows, cols), what the codes stand for: (codes - zero) * scale."""
@@ -115,7 +115,7 @@ def front(w: np.ndarray, names: Iterable[str]) -> pd.DataFrame:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measured:
     """One copy of a model beside the model itself, on identical tokens; per-token arrays leave out each text's first token.
 

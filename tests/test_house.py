@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -13,6 +16,7 @@ import zipfile
 import pytest
 import yaml
 
+import colibri_lab
 from colibri_lab import cli, errors
 from colibri_lab.config import settings_table
 
@@ -91,6 +95,25 @@ def test_no_two_test_files_share_a_name(project):
     """pytest imports them by name, and cannot collect the second."""
     names = [path.name for path in (project / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_records_that_hold_arrays_compare_by_identity():
+    """The == a dataclass writes raises for arrays of more than one element, but only once all fields before are equal."""
+    records = {}
+    for module in pkgutil.walk_packages(colibri_lab.__path__, "colibri_lab."):
+        if not module.name.endswith("__main__"):
+            found = vars(importlib.import_module(module.name)).values()
+            records |= {kind.__name__: kind for kind in found if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    words = {
+        name: set(re.findall(r"\w+", " ".join(re.sub(r"Callable\[.*", "", str(f.type)) for f in dataclasses.fields(kind))))
+        for name, kind in records.items()
+    }
+    holding = {"ndarray", "DataFrame"}
+    while more := {name for name, said in words.items() if said & holding} - holding:
+        holding |= more
+    holding -= {"ndarray", "DataFrame"}
+    assert {"MonitorRun", "Trace", "Source"} <= holding
+    assert [name for name in sorted(holding) if records[name].__eq__ is not object.__eq__] == []
 
 
 def test_the_error_tree_in_the_docstring_is_the_tree_in_the_code():

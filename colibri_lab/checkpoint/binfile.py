@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<4sIIIII")
 DAMAGED = "the file is damaged or cut short: convert again, or copy it again"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tensor:
     """One stored tensor. `data` is its bytes (uint8, one-dimensional, read-only); `offset` counts from the payload.
 
@@ -92,7 +92,7 @@ class BinHeader:
     table: tuple[dict, ...] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BinFile:
     """A mapped file and the tensors in it; arrays are views of the read-only mapping."""
 

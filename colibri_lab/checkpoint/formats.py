@@ -109,7 +109,7 @@ FORMATS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Encoded:
     """Rows in a number format: `data` (rows, cols), values or codes (one per element, also of 4-bit formats); `scale`
     float32 and `zero` integer, (rows, groups), None where the format has none."""

@@ -20,7 +20,7 @@ SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the correction, the best of which is 
 MOST_LOGITS = 64 * 10**6  # float32 numbers held at once
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerCalibration:
     """One layer, on the quarter of texts that decides: agreement (share of choices as in 16 bits) and frequency distance
     (total variation) without and with the correction."""

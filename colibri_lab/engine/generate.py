@@ -16,7 +16,7 @@ from .sampling import Sampler
 from .tokenizer import StreamDecoder, Tokenizer
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One generation: its text, its settings as they took effect, and every number that was recorded."""
 

@@ -34,7 +34,7 @@ def _route_into(logits, router, bias, ids, weights, threads, load=kernels.load):
     return ids, weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RoutedLayer:
     """One layer's routing rule, and the tokens that a decision is about: what a router of `routers.py` is told."""
 

@@ -21,7 +21,7 @@ MOMENT_TOKENS = 8192  # of the text, for relative output errors
 MOMENT_BYTES = 2 * 10**9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QualityReport:
     """Everything measured. Tables: `windows` and `layers` as in `Comparison`; `matrices` and `blocks` as in `weights`.
 

@@ -31,7 +31,7 @@ class Text:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Window:
     """Consecutive tokens of a text. ids int64 (tokens,); bytes_of int64 (tokens,): bytes of the text that each stands for."""
 

@@ -16,7 +16,7 @@ from ..errors import ModelError, SettingError
 Texts = Mapping[str, "list[str]"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reading:
     """One text as the model read it: each router's logits, and the loss of each token given those before it."""
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PAD = 65535  # stands in `Trace.experts` where a row has fewer than k ids
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Events:
     """A trace as flat arrays for C++: event e asks for `experts[offsets[e]:offsets[e + 1]]`. See `Trace.events`."""
 

@@ -28,7 +28,7 @@ class Overtaken(Exception):
     """`history` was told to stop, since nobody wants its answer any more."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class History:
     """One entry per access, an access being one distinct expert of one event, in the order they happened.
 

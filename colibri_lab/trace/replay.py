@@ -114,7 +114,7 @@ def count(
     return Counts(source, size, contract, info.name, native, notes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Counts:
     """What a replay counted. `native` holds int64 arrays (layers, 2 phases) by name, and whole-run numbers."""
 

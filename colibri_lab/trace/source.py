@@ -91,7 +91,7 @@ def contract_of(settings: dict) -> Contract:
     return Contract(**settings)
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
     """A trace as C++ wants it, and what counting needs to know of it."""
 
@@ -158,7 +158,7 @@ class Source:
         return [(places[layer], int(block)) for layer, block in blocks]
 
 
-@dataclass
+@dataclass(eq=False)
 class Size:
     """A capacity in slots or bytes. `of_layer` (layers,) is how many slots each layer's pool has, or the pool in all."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from .table import PAD, Trace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stream:
     """The tokens of one sequence through one layer, in order."""
 

@@ -30,7 +30,7 @@ KV_SLOWEST = 1e9  # bytes of keys and values per second, at least
 ESTIMATE_SPREAD = 0.35  # of costs that no run of this model has confirmed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Calibration:
     """What runs showed: `costs`, read rates by storage, the runs' own trace, and how well the formula fits them.
 
@@ -229,7 +229,7 @@ def wave_of(settings: dict, shape: Shape) -> int:
     return max(1, transient_buffers(slots, layers, shape.blocks, settings))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Observed:
     """Runs at one slot count. Arrays are by decode step, means over the runs; `totals_s` are the runs' sums.
 

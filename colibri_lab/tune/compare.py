@@ -38,7 +38,7 @@ def percentiles(values) -> dict[str, float | int]:
     return found
 
 
-@dataclass
+@dataclass(eq=False)
 class Comparison:
     """Samples and verdict. `ratio` is the median of b / a over pairs; above 1, B is faster where more is better.
 

@@ -44,7 +44,7 @@ class Choice:
     runner_up_tokens_per_s: float | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Plan:
     """Recommended settings and what they should do. `measured` holds the facts of a real run, with --measure."""
 

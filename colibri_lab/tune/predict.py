@@ -46,7 +46,7 @@ class Band:
         return "not predicted" if self.value is None else f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prediction:
     """What a run with these settings should do. Rates in tokens per second, sizes in bytes, times in seconds.
 
@@ -98,7 +98,7 @@ def _percent(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1%}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Predictor:
     """Everything about a prediction but the settings. Make it with `predictor(...)`.
 

@@ -19,7 +19,7 @@ from ..trace.table import Trace
 PREFILL, DECODE = 0, 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Served:
     """One entry per event, an event being one layer of one step; `misses = early + late`.
 

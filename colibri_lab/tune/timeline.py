@@ -45,7 +45,7 @@ class Costs:
     source: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reads:
     """Reading by event: seconds of blocks with a free slot, of those read in turns, of either on the device; bytes."""
 
@@ -55,7 +55,7 @@ class Reads:
     device_bytes: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """Seconds by event: `total_s = max(compute, read - overlap) + management`, and what of it was waiting.
 

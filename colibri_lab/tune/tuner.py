@@ -34,7 +34,7 @@ CONFIRM_SHARE = 0.4  # of the time, kept for the confirmation
 POLICIES = ("lru", "weighted-lru", "lfu-aged", "slru", "arc", "s3-fifo")
 
 
-@dataclass
+@dataclass(eq=False)
 class Tuned:
     """The end of a search: settings, what was tried, and the comparison with the defaults that confirms them or not.
 

@@ -42,7 +42,7 @@ class Mark:
     shape: str = "dot"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Frame:
     """One panel. `values` is float32 of shape
 
@@ -83,7 +83,7 @@ class Frame:
         return spec | {"shape": list(self.values.shape), "series": series, "marks": marks}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decode:
     """The decode steps of one run as arrays of length tokens; `stage_ms` is (len(STAGE_GROUPS), tokens)."""
 

@@ -28,7 +28,7 @@ ARENA_DASHES = {"prefill": (), "decode": (), "router": (3, 3), "expert_compute":
 _STATE_OF_TAG = {TAGS["slots"]: SLOT, TAGS["kv"]: KV, TAGS["arena"]: ARENA, TAGS["rotary"]: OTHER, TAGS["other"]: OTHER}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PoolState:
     """The pool at one moment. `tags` uint8 (blocks,) as `MemoryPool.snapshot`; `touched` uint8 (blocks,), None where the
     system does not tell; `step` steps done; `used`, `peak` and `reserved` bytes of the arenas; `moves` their last moves."""

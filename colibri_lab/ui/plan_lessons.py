@@ -74,7 +74,7 @@ class Subject:
             return self.plans[percent]
 
 
-@dataclass
+@dataclass(eq=False)
 class Bench:
     """A probed machine and what was brought to it. `format` is how experts are stored of models that are not here."""
 

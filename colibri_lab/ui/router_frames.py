@@ -28,7 +28,7 @@ WORDS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Look:
     """`token` of `reading` at `layer` (model layer number), as `router` decides."""
 

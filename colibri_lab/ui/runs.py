@@ -33,7 +33,7 @@ class Job:
         return replace(self, generate=self.generate | {"max_tokens": min(tokens, self.generate["max_tokens"])})
 
 
-@dataclass
+@dataclass(eq=False)
 class MonitorRun:
     """One run as the monitor saw it; grows while it runs, appended to by one thread.
 

@@ -61,7 +61,7 @@ class Choice:
         return ", ".join(parts)
 
 
-@dataclass
+@dataclass(eq=False)
 class Subject:
     """One trace with what the view needs to know of it. `path` is None for a trace that is not in a file."""
 
@@ -176,7 +176,7 @@ def trace_of_run(run) -> Trace:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Outcome:
     """What a choice leads to. `totals` are those of `trace.replay`; `misses` by cause sum to the choice's misses.
 

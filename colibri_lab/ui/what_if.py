@@ -26,7 +26,7 @@ from .newest import Newest
 from .theme import CSS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Finding:
     """Panels, what they say, and their numbers. Naming it in a cell shows the picture."""
 

@@ -190,9 +190,19 @@ def test_two_threads_hammering_one_view():
     assert monitor.wait(20)
     assert lab.streams == 0 and lab.most_streams == 1 and threads() == []
     monitor.slots.value = 5 if monitor.slots.value != 5 else 6  # still alive, and still showing the truth
-    assert monitor.wait(20) and monitor.state == "done"
+    assert monitor.wait(20) and monitor.state == "done", monitor.error
     assert monitor.run.settings["expert_cache_slots"] == monitor.slots.value
     assert values_of(monitor._panels[2]).shape[1] == len(monitor.run.decode)
+
+
+def test_a_kept_run_equal_to_the_last_kept_one_is_still_another_run(monitor):
+    for _ in range(3):  # the fake model takes the same time every time
+        monitor.run_again()
+        assert monitor.wait(10) and monitor.state == "done", monitor.error
+        monitor.keep()
+    monitor.slots.value = 16
+    assert monitor.wait(10) and monitor.state == "done", monitor.error
+    assert "all 40 tokens equal" in monitor._verdict.value
 
 
 def test_error_shows_its_message_and_leaves_the_last_picture(monitor):
