@@ -99,15 +99,15 @@ def test_no_two_test_files_share_a_name(project):
 
 def test_records_that_hold_arrays_compare_by_identity():
     """The == a dataclass writes raises for arrays of more than one element, but only once all fields before are equal."""
-    records = {}
+    records, words = {}, {}
     for module in pkgutil.walk_packages(colibri_lab.__path__, "colibri_lab."):
-        if not module.name.endswith("__main__"):
-            found = vars(importlib.import_module(module.name)).values()
-            records |= {kind.__name__: kind for kind in found if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
-    words = {
-        name: set(re.findall(r"\w+", " ".join(re.sub(r"Callable\[.*", "", str(f.type)) for f in dataclasses.fields(kind))))
-        for name, kind in records.items()
-    }
+        if module.name == "colibri_lab.__main__":
+            continue
+        for kind in vars(importlib.import_module(module.name)).values():
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+                records[kind.__name__] = kind
+                held = (re.sub(r"Callable\[.*", "", str(field.type)) for field in dataclasses.fields(kind))
+                words[kind.__name__] = set(re.findall(r"\w+", " ".join(held)))
     holding = {"ndarray", "DataFrame"}
     while more := {name for name, said in words.items() if said & holding} - holding:
         holding |= more
