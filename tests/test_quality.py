@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import colibri_lab as cl
@@ -151,7 +151,6 @@ def test_a_lost_block_is_named_by_the_report(tmp_path):
     assert not lost["int4-g32"].lost.any() or values.shape[1] <= 32
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=5))
 def test_bytes_of_tokens_add_up_to_the_text(texts):
     tokenizer = Tokenizer(ORACLE.parent.parent / "data/colibri-tiny")

@@ -28,8 +28,8 @@ from .plots import pipeline
 from .profile_view import ProfileView, profile_view
 from .quality_view import MatrixExplorer, QualityExplorer, matrix_explorer, quality_explorer
 from .router_view import RouterExplorer, router_explorer
+from .run_monitor import RunMonitor, run_monitor
 from .what_if import Finding, WhatIf, what_if
-from .widgets import RunMonitor, run_monitor
 
 __all__ = [
     "CacheTuner",

@@ -2,18 +2,15 @@
 from the best possible that is.
 
 A moved control is answered in two or three steps: counts at once, then the course over tokens, then the curve over all
-slots, which is kept. Callbacks may come on any thread; one lock guards the widgets, and replays run on a worker.
+slots, which is kept.
 """
 
 from __future__ import annotations
 
 import html
-import threading
 import time
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from textwrap import wrap
 
 import ipywidgets as W
 import numpy as np
@@ -23,15 +20,18 @@ from ..errors import ColibriError, SettingError, TraceError, did_you_mean
 from ..trace.history import Overtaken
 from ..trace.record import TraceRecorder
 from ..trace.source import CHOICES
-from . import plots, tuner, tuner_frames
+from . import tuner, tuner_frames
 from .frames import Frame
-from .live import live_plot
 from .newest import Newest
-from .theme import CSS, bytes_text
+from .plots import Picture
+from .theme import bytes_text
 from .tuner import Choice, Outcome
+from .view import View, labelled, line, picture
 
+LEFT_COLUMN = 1.35  # times as wide as the right one
 ALL = CURVE, COURSE, GRID, CAUSES = range(4)  # the panels
 NOTHING = "no routing yet: generate inside `with lab.record() as rec:`, then press Reload"
+GO_ON = " – the last picture stays. Change a control to go on."
 TOOLTIPS = {
     "policy": "which resident expert leaves when a slot is needed",
     "scope": "layer: each layer owns its slots; global: all layers share one pool",
@@ -54,7 +54,7 @@ def cache_tuner(source, expert_bytes: int | None = None, live: str = "auto", **c
     return CacheTuner(source, expert_bytes, live, **choice)
 
 
-class CacheTuner(W.VBox):
+class CacheTuner(View):
     """See `cache_tuner`; naming it in a cell shows it.
 
     `state` is "empty" (a recorder that holds nothing yet), "running", "done" or "error" (then `error` is the exception
@@ -62,20 +62,14 @@ class CacheTuner(W.VBox):
     """
 
     def __init__(self, source, expert_bytes: int | None = None, live: str = "auto", **choice):
-        self._worker = Newest(self._serve, "colibri-tuner")
-        self.state, self.error = "empty", None
+        super().__init__(Newest(self._serve, "colibri-tuner"), [250, 250, 270, 270], live)
         self.outcome: Outcome | None = None
         self.kept: Outcome | None = None
         self._source, self._expert_bytes = source, expert_bytes
-        self._lock = threading.RLock()
-        self._quiet = False  # True while code, not a reader, moves a control
         self._painted = False
         self.subjects = self._read()
-        self._panels = [live_plot(live, height) for height in (250, 250, 270, 270)]  # curve, course, grid, causes
         start = self._checked(Choice(next(iter(self.subjects), ""), 16), choice) if self.subjects else None
         self._make_controls()
-        super().__init__(self._arrange(), layout=W.Layout(width="100%", max_width="1250px"))
-        self.add_class("colibri")
         if start is None:
             self._say_empty()
         else:
@@ -94,10 +88,6 @@ class CacheTuner(W.VBox):
         self._worker.wait()
         return self.outcome
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for what runs in the background. True when it is done."""
-        return self._worker.wait(timeout_s)
-
     def keep(self, _=None) -> None:
         """Make the choice on show the grey one."""
         with self._lock:
@@ -111,7 +101,7 @@ class CacheTuner(W.VBox):
         try:
             fresh = self._read()
         except ColibriError as error:
-            self._failed(error)
+            self._failed(error, GO_ON)
             return
         with self._lock:
             self.subjects, self.kept = fresh, None
@@ -122,11 +112,6 @@ class CacheTuner(W.VBox):
             choice = self._checked(self._wanted() if self.outcome else Choice(next(iter(fresh)), 16), {})
             self._set_controls(choice)
         self._worker.submit(choice)
-
-    def close(self) -> None:
-        """Stop, and free the widgets."""
-        self._worker.stop()
-        super().close()
 
     @property
     def data(self) -> dict[str, pd.DataFrame]:
@@ -154,7 +139,7 @@ class CacheTuner(W.VBox):
         subject = self.subjects[choice.trace]
         return f"{tuner.cli_line(subject, choice)}\n\n{tuner.python_lines(subject, choice)}"
 
-    def png(self, path: str | Path | None = None) -> plots.Picture:
+    def png(self, path: str | Path | None = None) -> Picture:
         """The view as a static picture with its verdict, written to `path` if given. `ColibriError` while empty."""
         self.wait()
         with self._lock:
@@ -163,15 +148,7 @@ class CacheTuner(W.VBox):
             said = self._said() if found else []
         if not found:
             raise ColibriError(f"cache_tuner: nothing to draw yet; {self.error or NOTHING}")
-        picture = plots.Picture((10.4, 7.0))
-        places = picture.add_gridspec(2, 2, width_ratios=(1.35, 1))
-        for at, frame in enumerate(frames):
-            plots.draw(picture.add_subplot(places[at // 2, at % 2]), frame)
-        picture.suptitle(found.subject.about, x=0.01, ha="left", fontsize=10)
-        picture.supxlabel("\n".join(_wrapped(said)), x=0.01, ha="left", fontsize=9)
-        if path is not None:
-            picture.savefig(path)
-        return picture
+        return picture(frames, said, path, found.subject.about, LEFT_COLUMN)
 
     # The worker: counts, then the course, then the curves, then advice. Each shows as soon as it is there.
 
@@ -183,22 +160,22 @@ class CacheTuner(W.VBox):
             with self._lock:
                 if stale():
                     return
-                self.outcome, self.error = found, None
+                self.outcome = found
                 self._paint((CURVE, CAUSES) if self._painted else ALL)
                 self._painted = True
             found.history = tuner.follow(found, stale)
-            self._show(found, stale, (COURSE, GRID))
+            self._update(found, stale, (COURSE, GRID))
             self._complete_curves(found, stale)
             found.advice = tuner.advise(found)
             with self._lock:
                 if self.kept is None:
                     self.kept = found
-                self._show(found, stale, ())
+                self._update(found, stale, ())
                 self._enter("done", "")
         except Overtaken:
             return
         except BaseException as error:
-            self._failed(error)
+            self._failed(error, GO_ON)
             raise
 
     def _complete_curves(self, found: Outcome, stale) -> None:
@@ -206,23 +183,17 @@ class CacheTuner(W.VBox):
         for policy, contract in [(c.policy, c.contract), *((oracle, c.bound) for oracle in tuner.ORACLES)]:
             for done, count in tuner.curve_parts(found.subject, policy, contract, stale):
                 now = time.monotonic()
-                if done == count or now - shown_at > self._panels[CURVE].interval_s:
-                    self._show(found, stale, (CURVE,))
+                if done == count or now - shown_at > self.interval_s:
+                    self._update(found, stale, (CURVE,))
                     shown_at = now
                     self._enter("running", f"curve of {policy}: {done} of {count} sizes …")
 
-    def _show(self, found: Outcome, stale, panels) -> None:
+    def _update(self, found: Outcome, stale, panels) -> None:
         """Paint these panels. Raises `Overtaken` when something newer is wanted."""
         with self._lock:
             if stale():
                 raise Overtaken
             self._paint(panels)
-
-    def _failed(self, error: BaseException) -> None:
-        with self._lock, suppress(Exception):
-            self.error = error
-            what = str(error) if isinstance(error, ColibriError) else f"{type(error).__name__}: {error}"
-            self._enter("error", f"{what} – the last picture stays. Change a control to go on.")
 
     # Controls
 
@@ -237,54 +208,33 @@ class CacheTuner(W.VBox):
             raise TraceError(f"cache_tuner: {NOTHING}")
 
     def _make_controls(self) -> None:
-        def shown(name: str, tooltip: str) -> dict:  # a layout each, since the trace's may be hidden
-            style = {"description_width": "70px"}
-            return {"description": name, "tooltip": tooltip, "layout": W.Layout(width="auto"), "style": style}
-
-        self.trace = W.Dropdown(options=list(self.subjects), **shown("trace", "whose routing is replayed"))
-        self.slots = W.IntSlider(16, 1, 64, **shown("slots", "slots of the expert cache; one slot holds one expert"))
+        self.trace = W.Dropdown(options=list(self.subjects), **labelled("trace", "whose routing is replayed", 70))
+        self.slots = W.IntSlider(
+            16, 1, 64, **labelled("slots", "slots of the expert cache; one slot holds one expert", 70)
+        )
         self.choices = {
-            name: W.Dropdown(options=CHOICES.get(name, ()), **shown(name, text)) for name, text in TOOLTIPS.items()
+            name: W.Dropdown(options=CHOICES.get(name, ()), **labelled(name, text, 70))
+            for name, text in TOOLTIPS.items()
         }
-        self.token = W.IntSlider(
-            0, 0, 0, description="step", tooltip="the step whose experts are shown",
-            layout=W.Layout(flex="1 1 auto", width="auto"), style={"description_width": "40px"},
-        )  # fmt: skip
+        self.token = W.IntSlider(0, 0, 0, **labelled("step", "the step whose experts are shown", 40))
+        self.token.layout.flex = "1 1 auto"
         self.play = W.Play(0, min=0, max=0, interval=150, tooltip="move through the steps")
         self._link = W.jslink((self.play, "value"), (self.token, "value"))
         buttons = {
             "Keep": (self.keep, "thumb-tack", "keep this choice in grey, to compare the next ones with it"),
             "Copy settings": (self._on_copy, "copy", "this choice as a command line and as Python"),
-            "Reload": (self.reload, "refresh", "read the recorder again"),
         }
-        self.buttons = {}
-        for name, (action, icon, tip) in buttons.items():
-            button = W.Button(description=name, icon=icon, tooltip=tip, layout=W.Layout(width="auto", flex="1 1 auto"))
-            button.on_click(action)
-            self.buttons[name] = button
-        self._code = W.Textarea(rows=5, layout=W.Layout(width="100%", display="none"))
-        self._head, self._memory, self._numbers, self._message, self._verdict = (
-            W.HTML(layout=W.Layout(margin="0", width="auto")) for _ in range(5)
-        )
+        if isinstance(self._source, TraceRecorder):
+            buttons["Reload"] = (self.reload, "refresh", "read the recorder again")
+        if len(self.subjects) < 2:
+            self.trace.layout.display = "none"
+        self._memory, self._numbers = line(), line()
         for control in (self.trace, self.slots, *self.choices.values()):
             control.observe(self._on_control, "value")
         self.token.observe(self._on_token, "value")
-
-    def _arrange(self) -> list[W.Widget]:
-        row = W.Layout(display="flex", flex_flow="row wrap", width="auto")
-        if len(self.subjects) < 2:
-            self.trace.layout.display = "none"
-        recorder = isinstance(self._source, TraceRecorder)
-        shown = [b for name, b in self.buttons.items() if name != "Reload" or recorder]
-        left = W.VBox(
-            [self.trace, self.slots, self._memory, *self.choices.values(), self._numbers, W.Box(shown, layout=row)],
-            layout=W.Layout(flex="0 0 292px", width="292px", margin="0 12px 0 0"),
-        )
-        cells = W.Layout(grid_template_columns="minmax(0, 1.35fr) minmax(0, 1fr)", grid_gap="6px 10px", width="100%")
         time = W.HBox([self.play, self.token], layout=W.Layout(width="auto", align_items="center"))
-        right = W.VBox([W.GridBox(self._panels, layout=cells), time], layout=W.Layout(flex="1 1 0", min_width="0"))
-        style = W.HTML(CSS, layout=W.Layout(display="none"))
-        return [style, self._head, W.HBox([left, right]), self._verdict, self._message, self._code]
+        choices = [self.trace, self.slots, self._memory, *self.choices.values(), self._numbers]
+        self._arrange([*choices, self._row(buttons)], under=[time], left_column=LEFT_COLUMN)
 
     def _checked(self, choice: Choice, changes: dict) -> Choice:
         """`choice` with `changes`, every value checked against its trace."""
@@ -338,15 +288,6 @@ class CacheTuner(W.VBox):
                 control.value = getattr(choice, name)
         self._memory.value = f"<p>{subject.memory(choice.slots, choice.scope)}</p>"
 
-    @contextmanager
-    def _silently(self):
-        """Move controls without an answer. The lock must be held."""
-        before, self._quiet = self._quiet, True
-        try:
-            yield
-        finally:
-            self._quiet = before
-
     def _on_control(self, _) -> None:
         with self._lock:
             if self._quiet or not self.subjects:
@@ -362,29 +303,17 @@ class CacheTuner(W.VBox):
             for at in (GRID, COURSE):
                 self._panels[at].show(self._frame(at))
 
-    def _on_copy(self, _) -> None:
-        if not self.subjects:
-            return
-        text = self.code()
-        with self._lock:
-            self._code.value = text
-            self._code.layout.display = "none" if self._code.layout.display is None else None
-            self._panels[0].copy(text)
+    def _on_copy(self, button) -> None:
+        if self.subjects:
+            super()._on_copy(button)
 
     # Showing. The lock is held.
 
-    def _enter(self, state: str, text: str) -> None:
-        with self._lock:
-            self.state = state
-            look = "colibri-error" if state == "error" else ""
-            self._message.value = f'<p class="{look}" role="status">{html.escape(text)}&nbsp;</p>'
-
     def _say_empty(self) -> None:
         self._enter("empty", NOTHING)
-        for panel, title in zip(
-            self._panels, ("Hit rate", "Hit rate over time", "Experts in memory", "Misses"), strict=True
-        ):
-            panel.show(Frame("lines", title, "", "", np.zeros((0, 0), np.float32), empty="no routing yet"))
+        titles = ("Hit rate", "Hit rate over time", "Experts in memory", "Misses")
+        nothing = np.zeros((0, 0), np.float32)
+        self._show(Frame("lines", title, "", "", nothing, empty="no routing yet") for title in titles)
 
     def _other(self) -> Outcome | None:
         return None if self.kept is None or self.kept.choice == self.outcome.choice else self.kept
@@ -399,7 +328,7 @@ class CacheTuner(W.VBox):
 
     def _said(self) -> list[str]:
         found = self.outcome
-        return [s for s in (tuner.verdict(found), found.advice, tuner.comparison(found, self._other())) if s]
+        return [tuner.verdict(found), found.advice, tuner.comparison(found, self._other())]
 
     def _paint(self, panels=ALL) -> None:
         """Show the outcome in these panels and in words."""
@@ -407,10 +336,9 @@ class CacheTuner(W.VBox):
             self._follow_steps(len(self.outcome.history))
         for at in panels:
             self._panels[at].show(self._frame(at))
-        self._head.value = f"<p><b>Cache tuner</b> &nbsp; {html.escape(self.outcome.subject.about)} · empty start</p>"
+        self._title("Cache tuner", f"{self.outcome.subject.about} · empty start")
         self._numbers.value = _numbers_html(self.outcome)
-        lines = "".join(f'<p class="colibri-verdict">{html.escape(s)}</p>' for s in self._said())
-        self._verdict.value = f'<div class="colibri-said">{lines}</div>'
+        self._say(self._said())
 
     def _follow_steps(self, count: int) -> None:
         """The step slider spans this trace, and stays where it was if it can; at first in the middle."""
@@ -444,7 +372,3 @@ def _residency(course, step: int) -> pd.DataFrame:
         "resident": since == since, "used": state >= 2, "missed": state == 3, "since_step": since, "uses": uses.astype(int),
     }  # fmt: skip
     return pd.DataFrame(columns)
-
-
-def _wrapped(said: list[str], width: int = 150) -> list[str]:
-    return [line for sentence in said for line in wrap(sentence, width)]

@@ -1,12 +1,6 @@
-"""The kernel bench: measure a kernel under this machine's roofline, edit it, and see old and new side by side.
-
-Callbacks may come on any thread. Work is done on one thread at a time, outside the lock that guards what is shown.
-"""
+"""The kernel bench: measure a kernel under this machine's roofline, edit it, and see old and new side by side."""
 
 from __future__ import annotations
-
-import html
-import threading
 
 import ipywidgets as W
 import pandas as pd
@@ -19,9 +13,10 @@ from ..kernels.draft import Draft
 from ..limits import Limits
 from ..trial import Trial, compare, workloads
 from ..workloads import WORKLOADS, Workload
+from .newest import Newest
 from .plots import Picture
 from .roofline import roofline
-from .theme import CSS
+from .view import View, beside, labelled
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 EMPTY = "nothing measured yet: press Measure, or replace a text of the kernel and press Try"
@@ -38,24 +33,22 @@ def kernel_bench(kernel: str = "gemm", **options) -> KernelBench:
     return KernelBench(kernel, **options)
 
 
-class KernelBench(W.VBox):
+class KernelBench(View):
     """Controls, a roofline with every point measured at this number of threads, and the last verdict.
 
     `state` is "empty", "running", "done" or "error"; `data` holds the points; `trial` is the last edit that was taken.
     """
 
+    _tag = "pre"  # compilers speak in lines
+
     def __init__(self, kernel: str = "gemm", rounds: int = 5, **options):
-        self.rounds = rounds
-        self.state, self.trial, self.error = "empty", None, None
-        self._lock, self._work = threading.RLock(), threading.Lock()
+        super().__init__(Newest(self._serve, "colibri-kernel-bench"), [])
+        self.rounds, self.trial = rounds, None
         self._rows: list[dict] = []
         self._works: dict[str, Workload] = {}
         self._limits: dict[int, Limits] = {}
-        self._thread: threading.Thread | None = None
         self._make_controls(kernel, options)
-        super().__init__(self._arrange(), layout=W.Layout(width="100%", max_width="1000px"))
-        self.add_class("colibri")
-        self._show(EMPTY)
+        self._draw(EMPTY)
 
     @property
     def data(self) -> pd.DataFrame:
@@ -72,21 +65,14 @@ class KernelBench(W.VBox):
         with self._lock:
             self._set(changes)
             kernel, threads, options = self._wanted()
-        return self._run(lambda: self._measure(workloads(kernel, **options), threads))
+        return self._worker.run(lambda: self._measure(workloads(kernel, **options), threads))
 
     def try_edit(self, edits: dict[str, str], **changes) -> Trial:
         """Try an edit, now and in this thread; raises as `colibri_lab.try_edit` does, and then nothing has changed."""
         with self._lock:
             self._set(changes)
             kernel, threads, options = self._wanted()
-        return self._run(lambda: self._try(kernel, edits, threads, options))
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until what a button started has ended. True when it has."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-        return thread is None or not thread.is_alive()
+        return self._worker.run(lambda: self._try(kernel, edits, threads, options))
 
     def png(self) -> Picture:
         """The roofline with the points of this number of threads. `ColibriError` before any measurement."""
@@ -101,16 +87,13 @@ class KernelBench(W.VBox):
 
     # The work
 
-    def _run(self, work):
-        with self._work:
-            self._enter("running", "compiling, checking and measuring …")
-            try:
-                result = work()
-            except BaseException as error:
-                with self._lock:
-                    self.error = error
-                self._enter("error", _told(error))
-                raise
+    def _serve(self, work, stale):
+        self._enter("running", "compiling, checking and measuring …")
+        try:
+            result = work()
+        except BaseException as error:
+            self._failed(error, "\nNothing was changed.")
+            raise
         self._enter("done", "")
         return result
 
@@ -118,7 +101,7 @@ class KernelBench(W.VBox):
         timings, limits = compare_with_limits(works, threads, self.rounds)
         rows = [_row(work, "", timing, limits) for work, timing in zip(works, timings, strict=True)]
         self._add(works, rows, limits)
-        self._show("")
+        self._draw("")
         return pd.DataFrame(rows, columns=COLUMNS)
 
     def _try(self, kernel: str, edits: dict[str, str], threads: int, options: dict) -> Trial:
@@ -132,7 +115,7 @@ class KernelBench(W.VBox):
         self._add(works, rows, trial.limits)
         with self._lock:
             self.trial = trial
-        self._show(trial.verdict)
+        self._draw(trial.verdict)
         return trial
 
     def _add(self, works: list[Workload], rows: list[dict], limits: Limits) -> None:
@@ -146,46 +129,29 @@ class KernelBench(W.VBox):
     # Controls. The lock is held where they are read together.
 
     def _make_controls(self, kernel: str, options: dict) -> None:
-        wide = {"style": {"description_width": "72px"}, "layout": W.Layout(width="auto")}
         cores = machine.cores()[1]
-        self.kernel = W.Dropdown(options=list(WORKLOADS), description="kernel", **wide)
+        self.kernel = W.Dropdown(options=list(WORKLOADS), **labelled("kernel", "what is measured", 72))
         self.format = W.Dropdown(
-            options=WEIGHTS, value="int8", description="format", tooltip="number format of the weights", **wide
+            options=WEIGHTS, value="int8", **labelled("format", "number format of the weights", 72)
         )
-        self.int8_activations = W.Checkbox(
-            False, description="int8 activations", tooltip="round the activations to int8 as well", indent=False,
-            layout=W.Layout(width="auto"),
-        )  # fmt: skip
-        self.tokens = W.SelectionSlider(
-            options=TOKENS, value=1, description="tokens", tooltip="rows that meet the same weights", **wide
-        )
-        self.threads = W.IntSlider(1, 1, max(2, cores), description="threads", **wide)
-        self.old = W.Textarea(description="text", rows=2, tooltip="a text that is in the kernel once", **wide)
-        self.new = W.Textarea(description="becomes", rows=2, tooltip="what stands there instead", **wide)
-        self.buttons = {}
-        for name, action, icon, tip in (
-            ("Measure", self._on_measure, "tachometer", "measure the kernel as it is"),
-            ("Try", self._on_try, "flask", "compile the edit, check it, and time old against new"),
-        ):
-            button = W.Button(description=name, icon=icon, tooltip=tip, layout=W.Layout(width="auto", flex="0 0 auto"))
-            button.on_click(action)
-            self.buttons[name] = button
+        about = "round the activations to int8 as well"
+        self.int8_activations = W.Checkbox(False, indent=False, **labelled("int8 activations", about, 0))
+        about = "rows that meet the same weights"
+        self.tokens = W.SelectionSlider(options=TOKENS, value=1, **labelled("tokens", about, 72))
+        self.threads = W.IntSlider(1, 1, max(2, cores), **labelled("threads", "threads that compute", 72))
+        self.old = W.Textarea(rows=2, **labelled("text", "a text that is in the kernel once", 72))
+        self.new = W.Textarea(rows=2, **labelled("becomes", "what stands there instead", 72))
+        measure = self._row({"Measure": (self._on_measure, "tachometer", "measure the kernel as it is")})
+        about = "compile the edit, check it, and time old against new"
+        edit = self._row({"Try": (self._on_try, "flask", about)})
         self._image = W.Image(format="png", layout=W.Layout(width="100%", display="none"))
-        self._message, self._verdict = W.HTML(), W.HTML()
         for control in (self.kernel, self.threads):
-            control.observe(lambda _: self._show(None), "value")
+            control.observe(lambda _: self._draw(None), "value")
         self._set({"kernel": kernel, **options})
-
-    def _arrange(self) -> list[W.Widget]:
-        left = W.VBox(
-            [
-                self.kernel, self.format, self.int8_activations, self.tokens, self.threads, self.buttons["Measure"],
-                self.old, self.new, self.buttons["Try"],
-            ],
-            layout=W.Layout(flex="0 0 292px", width="292px", margin="0 12px 0 0"),
-        )  # fmt: skip
-        right = W.VBox([self._image, self._verdict, self._message], layout=W.Layout(flex="1 1 0", min_width="0"))
-        return [W.HTML(CSS, layout=W.Layout(display="none")), W.HBox([left, right])]
+        given = [self.kernel, self.format, self.int8_activations, self.tokens, self.threads]
+        self._fill([beside([*given, measure, self.old, self.new, edit], [self._image])])
+        self.layout.max_width = "1000px"
+        self._title("Kernel bench")
 
     def _set(self, changes: dict) -> None:
         self._many = None
@@ -207,43 +173,32 @@ class KernelBench(W.VBox):
         return kernel, self.threads.value, options
 
     def _on_measure(self, _) -> None:
-        self._many = None
-        self._start(self.measure)
+        self._press(lambda kernel, threads, options: self._measure(workloads(kernel, **options), threads))
 
     def _on_try(self, _) -> None:
-        self._many = None
-        self._start(lambda: self.try_edit({self.old.value: self.new.value}))
+        edits = {self.old.value: self.new.value}
+        self._press(lambda kernel, threads, options: self._try(kernel, edits, threads, options))
 
-    def _start(self, work) -> None:
-        """Do `work` in the background unless something is being done already; errors are shown, not raised."""
-
-        def body():
-            try:
-                work()
-            except Exception as error:
-                self._enter("error", _told(error))
-
+    def _press(self, work) -> None:
+        """Do `work` with what the controls say in the background; errors are shown, not raised."""
         with self._lock:
-            if self._thread is not None and self._thread.is_alive():
-                return
-            self._thread = threading.Thread(target=body, name="colibri-kernel-bench", daemon=True)
-            self._thread.start()
+            self._many = None
+            wanted = self._wanted()
+        self._worker.submit(lambda: work(*wanted))
 
     # Showing
 
     def _enter(self, state: str, text: str) -> None:
         with self._lock:
-            self.state = state
-            look = "colibri-error" if state == "error" else ""
-            self._message.value = f'<pre class="{look}" role="status">{html.escape(text)}</pre>' if text else ""
+            super()._enter(state, text)
             for button in self.buttons.values():
                 button.disabled = state == "running"
 
-    def _show(self, verdict: str | None) -> None:
+    def _draw(self, verdict: str | None) -> None:
         """Draw what there is. `verdict` None keeps the sentence on show."""
         with self._lock:
             if verdict is not None:
-                self._verdict.value = f'<p class="colibri-verdict">{html.escape(verdict)}</p>'
+                self._say([verdict])
             try:
                 self._image.value = self.png().png()
                 self._image.layout.display = None
@@ -258,8 +213,3 @@ def _row(work: Workload, version: str, timing, limits: Limits) -> dict:
         "GB_per_s": 1e-9 * work.bytes / median, "GOP_per_s": 1e-9 * work.operations / median,
         "share_of_bound": limits.bound_s(work) / median, "clean": timing.clean,
     }  # fmt: skip
-
-
-def _told(error: BaseException) -> str:
-    said = str(error) if isinstance(error, (ColibriError, ValueError)) else f"{type(error).__name__}: {error}"
-    return f"{said}\nNothing was changed."

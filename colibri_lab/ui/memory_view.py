@@ -1,12 +1,7 @@
-"""The memory map: what the pool has handed out and what the system has really given, moving while the model generates.
-
-Callbacks may come on any thread. One lock guards the widgets and what they show; it is never held while the engine computes.
-"""
+"""The memory map: what the pool has handed out and what the system has really given, moving while the model generates."""
 
 from __future__ import annotations
 
-import html
-import threading
 from pathlib import Path
 
 import ipywidgets as W
@@ -17,17 +12,15 @@ from ..config import SETTINGS, resolve
 from ..engine.experiments import moves_of
 from ..errors import ColibriError, SettingError
 from . import memory_frames as frames
-from .live import live_plot
 from .memory_frames import PoolState
-from .plots import Picture, draw
-from .quality_view import wrapped
+from .plots import Picture
+from .run_monitor import PROMPT
 from .runner import Runner
 from .runs import Job, MonitorRun, cli_line, python_lines
-from .theme import CSS, LIGHT, bytes_text
-from .widgets import PROMPT
+from .theme import bytes_text
+from .view import View, labelled, line, picture
 
 MOVES = 200  # takes and rewinds on show
-STOP_WITHIN_S = 30.0
 EMPTY = "nothing ran yet: press Start"
 
 
@@ -40,41 +33,26 @@ def memory_map(lab, prompt: str | None = None, live: str = "auto", **generate) -
     return MemoryMap(lab, prompt, live, **generate)
 
 
-class MemoryMap(W.VBox):
+class MemoryMap(View):
     """See `memory_map`. `state` is "empty", "running", "done", "stopped" or "error" (then `error` is the exception and the
     last picture stays); `pool` the `PoolState` on show; `run` what ran."""
 
     def __init__(self, lab, prompt: str | None = None, live: str = "auto", **generate):
+        super().__init__(Runner(lab, self), [230] * 4, live)
         self.lab = lab
-        self._runner = Runner(lab, self)
-        self.state, self.error = "empty", None
         self.run: MonitorRun | None = None
         self.pool: PoolState | None = None
         self._generate = resolve({"max_tokens": 200} | generate, "generate")
-        self._lock = threading.RLock()
-        self._quiet = False
         self._history: list[tuple[int, float, float]] = []
         self._before: np.ndarray | None = None
-        self._panels = [live_plot(live) for _ in range(4)]
-        self.interval_s = self._panels[0].interval_s
         self._make_controls(PROMPT if prompt is None else prompt)
-        super().__init__(self._arrange(), layout=W.Layout(width="100%", max_width="1250px"))
-        self.add_class("colibri")
         self.paint()
 
     def start(self, _=None) -> None:
         """Generate with what the controls say, in the background; a newer request ends the one that runs."""
         with self._lock:
             job = self._wanted()
-        self._runner.submit(job)
-
-    def stop(self, _=None) -> bool:
-        """End the run after its current step. True when nothing runs any more."""
-        return self._runner.stop(STOP_WITHIN_S)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing runs any more. True when that is so."""
-        return self._runner.wait(timeout_s)
+        self._worker.submit(job)
 
     def run_once(self, slots: int | None = None, prompt: str | None = None, **generate) -> MonitorRun:
         """Run now, in this thread; the controls follow. Raises what the engine raises and `SettingError` for a setting that
@@ -85,19 +63,11 @@ class MemoryMap(W.VBox):
             if checked is None or checked > self.slots.max:
                 raise SettingError(f"slots must be 1 to {self.slots.max}, the experts there are; got {checked}")
             self._generate = resolve(self._generate | {"max_tokens": self.tokens.value} | generate, "generate")
-            self._quiet = True
-            try:
+            with self._silently():
                 self.slots.value, self.tokens.value = checked, self._generate["max_tokens"]
                 self.prompt.value = self.prompt.value if prompt is None else prompt
-            finally:
-                self._quiet = False
             job = self._wanted()
-        return self._runner.run(job)
-
-    def close(self) -> None:
-        """Stop, and free the widgets."""
-        self.stop()
-        super().close()
+        return self._worker.run(job)
 
     @property
     def data(self) -> dict[str, pd.DataFrame]:
@@ -125,20 +95,14 @@ class MemoryMap(W.VBox):
         with self._lock:
             if self.run is None or not self.run.steps:
                 raise ColibriError("memory_map: nothing to draw yet; press Start or call run_once()")
-            shown, said = self._frames(), self._said()
-        figure = Picture((9.6, 6.4))
-        for axes, frame in zip(figure.subplots(2, 2, width_ratios=(1.2, 1)).flat, shown, strict=True):
-            draw(axes, frame)
-        figure.supxlabel("\n".join(wrapped(said)), x=0.01, ha="left", fontsize=9)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+            frames, said = self._frames(), [self._said()]
+        return picture(frames, said, path)
 
     # Told by the runner, on its thread.
 
     def begun(self, run: MonitorRun) -> None:
         with self._lock:
-            self.error, self.run, self._history = None, run, []
+            self.run, self._history = run, []
             self._enter("running", "reading the prompt …")
 
     def paint(self) -> None:
@@ -154,9 +118,8 @@ class MemoryMap(W.VBox):
             if self.run is not None and self.state == "running":
                 parts = pool.bytes_by_part().set_index("part").touched_bytes / 1e6
                 self._history.append((pool.step, float(parts.get("slots", 0.0)), float(parts.get("kv", 0.0))))
-            for panel, frame in zip(self._panels, self._frames(), strict=True):
-                panel.show(frame)
-            self._said_html.value = f'<p class="colibri-verdict">{html.escape(self._said())}</p>'
+            self._show(self._frames())
+            self._say([self._said()])
             self._cost.value = f"<p>{self._slots_text()}</p>"
 
     def ended(self, run: MonitorRun, replaced: bool) -> None:
@@ -170,73 +133,30 @@ class MemoryMap(W.VBox):
                 self._enter("done", f"done: {count} tokens; then the KV pages went back to the pool")
 
     def failed(self, run: MonitorRun, error: BaseException) -> None:
-        with self._lock:
-            self.error = error
-            if isinstance(error, KeyboardInterrupt):
-                self._enter("stopped", "interrupted")
-            else:
-                what = str(error) if isinstance(error, ColibriError) else f"{type(error).__name__}: {error}"
-                self._enter("error", f"{what} – the last picture stays. Change a control or press Start.")
+        self._failed(error)
 
     # Controls
 
     def _make_controls(self, prompt: str) -> None:
         settings, config = self.lab.settings, self.lab.config
         most = config.num_experts * (len(config.moe_layers) if settings["scope"] == "global" else 1)
-        wide = {"layout": W.Layout(width="auto"), "style": {"description_width": "52px"}}
-        self.slots = W.IntSlider(
-            min(settings["expert_cache_slots"], most), 1, most, description="slots",
-            tooltip="slots of the expert cache; most of the pool is made of them", **wide,
-        )  # fmt: skip
+        about = "slots of the expert cache; most of the pool is made of them"
+        self.slots = W.IntSlider(min(settings["expert_cache_slots"], most), 1, most, **labelled("slots", about, 52))
         self.tokens = W.BoundedIntText(
-            self._generate["max_tokens"],
-            1,
-            1_000_000,
-            description="tokens",
-            tooltip="most tokens to generate in a run",
-            **wide,
+            self._generate["max_tokens"], 1, 1_000_000, **labelled("tokens", "most tokens to generate in a run", 52)
         )
         self.prompt = W.Textarea(
-            prompt, rows=4, description="prompt", tooltip="a longer prompt needs a larger prefill arena", **wide
+            prompt, rows=4, **labelled("prompt", "a longer prompt needs a larger prefill arena", 52)
         )
-        self.buttons = {}
-        for name, action, icon, tip in (
-            ("Start", self.start, "play", "generate with these settings, from a cold cache"),
-            ("Stop", self.stop, "stop", "end the run after its current step"),
-            ("Copy settings", self._on_copy, "copy", "this run as a command line and as Python"),
-        ):
-            self.buttons[name] = W.Button(
-                description=name, icon=icon, tooltip=tip, layout=W.Layout(width="auto", flex="1 1 auto")
-            )
-            self.buttons[name].on_click(action)
-        self._code = W.Textarea(rows=5, layout=W.Layout(width="100%", display="none"))
-        self._cost, self._said_html, self._message = (
-            W.HTML(layout=W.Layout(margin="0", width="auto")) for _ in range(3)
-        )
+        buttons = {
+            "Start": (self.start, "play", "generate with these settings, from a cold cache"),
+            "Stop": (self.stop, "stop", "end the run after its current step"),
+            "Copy settings": (self._on_copy, "copy", "this run as a command line and as Python"),
+        }
+        self._cost = line()
         self.slots.observe(self._on_slots, "value")
-
-    def _arrange(self) -> list[W.Widget]:
-        row = W.Layout(display="flex", flex_flow="row wrap", width="auto")
-        left = W.VBox(
-            [
-                W.Box(list(self.buttons.values()), layout=row),
-                self.slots,
-                self._cost,
-                self.tokens,
-                self.prompt,
-                self._code,
-            ],
-            layout=W.Layout(flex="0 0 292px", width="292px", margin="0 12px 0 0"),
-        )
-        grid = W.Layout(grid_template_columns="minmax(0, 1.2fr) minmax(0, 1fr)", grid_gap="6px 10px", width="100%")
-        right = W.Box(
-            [W.GridBox(self._panels, layout=grid)], layout=W.Layout(flex="1 1 0", min_width="0", width="auto")
-        )
-        head = W.HTML(
-            f"<p><b>Memory map: {html.escape(str(self.lab.name))}</b></p>", layout=W.Layout(margin="0", width="auto")
-        )
-        style = W.HTML(CSS, layout=W.Layout(display="none"))
-        return [style, head, W.HBox([left, right]), self._said_html, self._message]
+        self._arrange([self._row(buttons), self.slots, self._cost, self.tokens, self.prompt])
+        self._title("Memory map", str(self.lab.name))
 
     def _wanted(self) -> Job:
         generate = self._generate | {"max_tokens": self.tokens.value}
@@ -248,13 +168,6 @@ class MemoryMap(W.VBox):
             if self._quiet:
                 return
         self.start()
-
-    def _on_copy(self, _) -> None:
-        code = self.code()
-        with self._lock:
-            self._code.value = code
-            self._code.layout.display = "none" if self._code.layout.display is None else None
-            self._panels[0].copy(code)
 
     # Looking and showing. The lock is held.
 
@@ -301,10 +214,3 @@ class MemoryMap(W.VBox):
     def _slots_text(self) -> str:
         size, layers = self.lab.plan.sizes.slot_bytes, self._layers
         return f"{self.slots.value} slots × {layers} layers × {bytes_text(size)} = {bytes_text(self.slots.value * layers * size)}"
-
-    def _enter(self, state: str, text: str) -> None:
-        self.state = state
-        stop, running = self.buttons["Stop"], state == "running"
-        stop.style.button_color, stop.style.text_color = (LIGHT["miss"], "white") if running else (None, None)
-        look = "colibri-error" if state == "error" else ""
-        self._message.value = f'<p class="{look}" role="status">{html.escape(text)}</p>'

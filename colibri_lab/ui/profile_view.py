@@ -6,12 +6,8 @@ happens while experts that are there compute. The view shows both, and never add
 
 from __future__ import annotations
 
-import html
-import threading
 import time
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from textwrap import wrap
 
 import ipywidgets as W
 import pandas as pd
@@ -23,12 +19,13 @@ from ..engine.generate import Run
 from ..errors import ColibriError, SettingError, did_you_mean
 from ..telemetry import stage_table, step_table
 from ..units import parse_size
-from . import frames, plots, profile_frames, runs
+from . import frames, profile_frames, runs
 from .frames import Frame
-from .live import live_plot
 from .newest import Newest
+from .plots import Picture
 from .runs import Job
-from .theme import CSS, LIGHT, bytes_text
+from .theme import bytes_text
+from .view import View, labelled, line, picture
 
 PROMPT = "def read_lines(path):"
 EMPTY = "no run yet: press Start"
@@ -50,7 +47,7 @@ def profile_view(
     return ProfileView(lab, prompt, live, rerun_tokens, **generate)
 
 
-class ProfileView(W.VBox):
+class ProfileView(View):
     """See `profile_view`; naming it in a cell shows it.
 
     `state` is "empty", "running", "done", "stopped" or "error" (then `error` is the exception, and the last picture
@@ -58,20 +55,15 @@ class ProfileView(W.VBox):
     """
 
     def __init__(self, lab, prompt: str = PROMPT, live: str = "auto", rerun_tokens: int | None = None, **generate):
-        self._worker = Newest(self._serve, "colibri-profile")
-        self.lab, self.state, self.error = lab, "empty", None
+        super().__init__(Newest(self._serve, "colibri-profile"), [235] * len(ALL), live)
+        self.lab = lab
         self.runs: list[Run] = []
         self.run: Run | None = None
         self.kept: Run | None = None
         self._generate = resolve({"max_tokens": 48, **generate}, "generate")
         self.rerun_tokens = None if rerun_tokens is None else SETTINGS["max_tokens"].check(rerun_tokens)
         self._cuts: dict[int, tuple[Run, Run]] = {}  # by id: a complete run and as much of it as is compared
-        self._lock = threading.RLock()
-        self._quiet = False
-        self._panels = [live_plot(live, 235) for _ in ALL]
         self._make_controls(prompt)
-        super().__init__(self._arrange(), layout=W.Layout(width="100%", max_width="1250px"))
-        self.add_class("colibri")
         self._paint()
 
     def start(self, _=None) -> None:
@@ -79,14 +71,6 @@ class ProfileView(W.VBox):
         with self._lock:
             wanted = self._wanted()
         self._worker.submit(wanted)
-
-    def stop(self, _=None) -> bool:
-        """End the run after its current step and wait for that. True when nothing runs any more."""
-        return self._worker.stop(30.0)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the background run has ended. True when it has."""
-        return self._worker.wait(timeout_s)
 
     def run_once(self, **changes) -> Run:
         """Run now, in this thread, and return the run; the controls follow. `changes` are `slots`, `threads`, `storage`,
@@ -104,11 +88,6 @@ class ProfileView(W.VBox):
             if self.run is not None and self.run.stop_reason != "running":
                 self.kept = self.run
                 self._paint()
-
-    def close(self) -> None:
-        """Stop, and free the widgets."""
-        self.stop()
-        super().close()
 
     @property
     def data(self) -> dict[str, pd.DataFrame]:
@@ -131,21 +110,13 @@ class ProfileView(W.VBox):
         given = dict(self.lab.settings) | settings
         return f"{runs.cli_line(model, job, given)}\n\n{runs.python_lines(model, job, given)}"
 
-    def png(self, path: str | Path | None = None) -> plots.Picture:
+    def png(self, path: str | Path | None = None) -> Picture:
         """The view as a static picture, written to `path` if given. `ColibriError` before any run."""
         with self._lock:
             if self.run is None or not self.run.steps:
                 raise ColibriError("profile_view: nothing to draw yet; press Start or call run_once()")
-            panels, said, title = [self._frame(at) for at in ALL], self._said(), self._title(self.run)
-        picture = plots.Picture((10.4, 7.2))
-        grid = picture.add_gridspec(2, 2, width_ratios=(1.2, 1))
-        for at, frame in enumerate(panels):
-            plots.draw(picture.add_subplot(grid[at // 2, at % 2]), frame)
-        picture.suptitle(title, x=0.01, ha="left", fontsize=10)
-        picture.supxlabel("\n".join(part for s in said for part in wrap(s, 150)), x=0.01, ha="left", fontsize=9)
-        if path is not None:
-            picture.savefig(path)
-        return picture
+            frames, said, title = [self._frame(at) for at in ALL], self._said(), self._about(self.run)
+        return picture(frames, said, path, title)
 
     # The worker
 
@@ -162,11 +133,11 @@ class ProfileView(W.VBox):
                 for step in stream:
                     if step.index == 0:
                         with self._lock:
-                            self.run, self.error = lab.last_run, None
+                            self.run = lab.last_run
                             self._enter("running", "reading the prompt …")
                     if stale():
                         break
-                    if time.monotonic() - shown_at > self._panels[0].interval_s:
+                    if time.monotonic() - shown_at > self.interval_s:
                         self._paint()
                         shown_at = time.monotonic()
             finally:
@@ -184,11 +155,9 @@ class ProfileView(W.VBox):
                     f"{'stopped after' if stopped else 'done:'} {count} of {asked} tokens",
                 )
         except BaseException as error:
-            with self._lock, suppress(Exception):
-                self.error = error
+            with self._lock:
                 self.run = self.run if self.run is not None and self.run.steps else before
-                what = str(error) if isinstance(error, ColibriError) else f"{type(error).__name__}: {error}"
-                self._enter("error", f"{what} – the last picture stays. Change a control or press Start.")
+                self._failed(error)
             raise
 
     # Controls
@@ -198,69 +167,48 @@ class ProfileView(W.VBox):
         pools = len(lab.config.moe_layers) if settings.get("scope") == "global" else 1
         cores = machine.cores()[1]
 
-        def shown(name: str, tooltip: str) -> dict:
-            return {
-                "description": name,
-                "tooltip": tooltip,
-                "layout": W.Layout(width="auto"),
-                "style": {"description_width": "60px"},
-            }
-
         self.controls = {
             "slots": W.IntSlider(
                 settings["expert_cache_slots"], 1, lab.config.num_experts * pools,
-                **shown("slots", "slots of the expert cache; one slot holds one expert in memory"),
+                **labelled("slots", "slots of the expert cache; one slot holds one expert in memory", 60),
             ),
             "threads": W.IntSlider(
-                min(settings["threads"] or 1, 2 * cores), 1, 2 * cores, **shown("threads", f"compute threads; this machine has {cores} cores")
+                min(settings["threads"] or 1, 2 * cores), 1, 2 * cores, **labelled("threads", f"compute threads; this machine has {cores} cores", 60)
             ),
             "storage": W.Dropdown(
                 options=SETTINGS["storage"].choices, value=settings["storage"],
-                **shown("storage", "how a missing expert is read: through the page cache, past it, or from a modelled disk"),
+                **labelled("storage", "how a missing expert is read: through the page cache, past it, or from a modelled disk", 60),
             ),
             "disk": W.Dropdown(
                 options=list(dict.fromkeys([*DISKS, settings["disk_bandwidth"]])),
-                value=settings["disk_bandwidth"], **shown("disk", "bandwidth of the modelled disk"),
+                value=settings["disk_bandwidth"], **labelled("disk", "bandwidth of the modelled disk", 60),
             ),
             "memory_mb": W.FloatSlider(
                 0.0, min=0.0, max=round(1.2 * lab.slot_bytes * lab.config.num_experts * len(lab.config.moe_layers) / 1e6, 1),
                 step=0.1, readout_format=".1f",
-                **shown("memory", "MB (10^6 bytes) that slots and page cache of the modelled disk have together; 0: no page cache"),
+                **labelled("memory", "MB (10^6 bytes) that slots and page cache of the modelled disk have together; 0: no page cache", 60),
             ),
         }  # fmt: skip
-        self.prompt = W.Textarea(prompt, rows=2, **shown("prompt", "the text to continue"))
-        buttons = {
-            "Start": (self.start, "play", "run with these settings, from a cold cache"),
-            "Stop": (self.stop, "stop", "end the run after its current step"),
-            "Keep": (self.keep, "thumb-tack", "keep the run on show in grey, to compare later runs with it"),
-            "Copy settings": (self._on_copy, "copy", "these settings as a command line and as Python"),
-        }
-        self.buttons = {}
-        for name, (action, icon, tip) in buttons.items():
-            button = W.Button(description=name, icon=icon, tooltip=tip, layout=W.Layout(width="auto", flex="1 1 auto"))
-            button.on_click(action)
-            self.buttons[name] = button
-        self._code = W.Textarea(rows=5, layout=W.Layout(width="100%", display="none"))
-        self._head, self._memory, self._message, self._verdict = (
-            W.HTML(layout=W.Layout(margin="0", width="auto")) for _ in range(4)
+        self.prompt = W.Textarea(prompt, rows=2, **labelled("prompt", "the text to continue", 60))
+        run = self._row(
+            {
+                "Start": (self.start, "play", "run with these settings, from a cold cache"),
+                "Stop": (self.stop, "stop", "end the run after its current step"),
+            }
         )
+        after = self._row(
+            {
+                "Keep": (self.keep, "thumb-tack", "keep the run on show in grey, to compare later runs with it"),
+                "Copy settings": (self._on_copy, "copy", "these settings as a command line and as Python"),
+            }
+        )
+        self._memory = line()
         for control in self.controls.values():
             control.observe(self._on_control, "value")
         self._memory.value = self._memory_html()
-
-    def _arrange(self) -> list[W.Widget]:
-        line = W.Layout(display="flex", flex_flow="row wrap", width="auto")
-        buttons = list(self.buttons.values())
         c = self.controls
-        left = W.VBox(
-            [c["slots"], c["memory_mb"], self._memory, c["threads"], c["storage"], c["disk"], self.prompt,
-             W.Box(buttons[:2], layout=line), W.Box(buttons[2:], layout=line)],
-            layout=W.Layout(flex="0 0 292px", width="292px", margin="0 12px 0 0"),
-        )  # fmt: skip
-        grid = W.Layout(grid_template_columns="minmax(0, 1.2fr) minmax(0, 1fr)", grid_gap="6px 10px", width="100%")
-        right = W.VBox([W.GridBox(self._panels, layout=grid)], layout=W.Layout(flex="1 1 0", min_width="0"))
-        style = W.HTML(CSS, layout=W.Layout(display="none"))
-        return [style, self._head, W.HBox([left, right]), self._verdict, self._message, self._code]
+        cache = [c["slots"], c["memory_mb"], self._memory]
+        self._arrange([*cache, c["threads"], c["storage"], c["disk"], self.prompt, run, after])
 
     def _wanted(self) -> tuple[dict, str, dict]:
         """(settings of scope open, prompt, settings of scope generate)."""
@@ -298,14 +246,6 @@ class ProfileView(W.VBox):
             self.prompt.value = changes.get("prompt", self.prompt.value)
         self._memory.value = self._memory_html()
 
-    @contextmanager
-    def _silently(self):
-        self._quiet = True
-        try:
-            yield
-        finally:
-            self._quiet = False
-
     def _on_control(self, _) -> None:
         with self._lock:
             if self._quiet:
@@ -317,13 +257,6 @@ class ProfileView(W.VBox):
             generate["max_tokens"] = min(self.rerun_tokens, generate["max_tokens"])
         self._worker.submit((settings, prompt, generate))
 
-    def _on_copy(self, _) -> None:
-        text = self.code()
-        with self._lock:
-            self._code.value = text
-            self._code.layout.display = "none" if self._code.layout.display is None else None
-            self._panels[0].copy(text)
-
     # Showing. The lock is held.
 
     def _memory_html(self) -> str:
@@ -334,13 +267,6 @@ class ProfileView(W.VBox):
                 " (slots exceed the memory)" if slots > memory else ""
             )
         return f"<p>{text}</p>"
-
-    def _enter(self, state: str, text: str) -> None:
-        self.state = state
-        stop, busy = self.buttons["Stop"], state == "running"
-        stop.style.button_color, stop.style.text_color = (LIGHT["miss"], "white") if busy else (None, None)
-        look = "colibri-error" if state == "error" else ""
-        self._message.value = f'<p class="{look}" role="status">{html.escape(text)}&nbsp;</p>'
 
     def _other(self) -> Run | None:
         """What the run on show is laid over: the kept one, as far as the two are compared."""
@@ -381,13 +307,11 @@ class ProfileView(W.VBox):
 
     def _paint(self) -> None:
         with self._lock:
-            for at, panel in enumerate(self._panels):
-                panel.show(self._frame(at))
-            self._head.value = f"<p><b>Profile</b> &nbsp; {html.escape(self._title(self.run))}</p>"
-            lines = "".join(f'<p class="colibri-verdict">{html.escape(s)}</p>' for s in self._said())
-            self._verdict.value = f'<div class="colibri-said">{lines}</div>'
+            self._show(self._frame(at) for at in ALL)
+            self._title("Profile", self._about(self.run))
+            self._say(self._said())
 
-    def _title(self, run: Run | None) -> str:
+    def _about(self, run: Run | None) -> str:
         s = run.settings if run else self.lab.settings
         parts = [
             self.lab.name,

@@ -1,8 +1,7 @@
 """The router explorer: one text, token by token and layer by layer, from logits to weights, under any k and temperature.
 
 Panels follow the sliders at once, by arithmetic on what the routers saw; reading a text and measuring a loss need the model
-and happen on a thread of their own. Callbacks may come on any thread: one lock guards the widgets and what they show, and
-is never held while the model computes.
+and happen on a thread of their own.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from ..errors import ColibriError
 from ..routing import Reading, read, texts
 from ..routing.reading import token_nats
 from . import router_frames as frames
-from .live import live_plot
 from .newest import Newest
 from .plots import Picture
 from .router_plots import draw_panels, expert_colors, token_window
-from .theme import CSS, LIGHT, bytes_text
+from .theme import LIGHT, bytes_text
+from .view import View, labelled, line
 
 OWN_TEXT = "your own text"
 TOKEN = "display:inline-block;white-space:pre;line-height:1.5;margin-right:3px;padding:0 1px;border-radius:3px;"
@@ -44,7 +43,7 @@ def router_explorer(lab, text: str | None = None, live: str = "auto") -> RouterE
     return RouterExplorer(lab, text, live)
 
 
-class RouterExplorer(W.VBox):
+class RouterExplorer(View):
     """View of a `Lab`'s routers; see `router_explorer`. Naming it in a cell shows it.
 
     `state` is "empty", "ready", "busy" (reading, or measuring a loss) or "error" (then `error` is the exception and the last
@@ -52,19 +51,13 @@ class RouterExplorer(W.VBox):
     """
 
     def __init__(self, lab, text: str | None = None, live: str = "auto"):
+        super().__init__(Newest(self._serve, "colibri-router"), [230] * 4, live)
         self.lab = lab
-        self.state, self.error = "empty", None
         self.reading: Reading | None = None
         self.look: frames.Look | None = None
-        self._lock = threading.RLock()
         self._model = threading.Lock()  # whoever holds it may use the lab for this view
-        self._worker = Newest(self._serve, "colibri-router")
-        self._quiet = False  # True while code, not a reader, moves a control
         self._nats: dict[tuple, float] = {}  # (text, k, temperature) → loss
-        self._panels = [live_plot(live) for _ in range(4)]
         self._make_controls(text)
-        super().__init__(self._arrange(), layout=W.Layout(width="100%", max_width="1250px"))
-        self.add_class("colibri")
         if self.text.value:
             self._serve(self._wanted())
         else:
@@ -84,21 +77,12 @@ class RouterExplorer(W.VBox):
         self._work(wanted)
         return self._nats[wanted]
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being read or measured. True when that is so."""
-        return self._worker.wait(timeout_s)
-
     def as_trained(self, _=None) -> None:
         """Back to the model's own k and temperature."""
         with self._lock:
             with self._silently():
                 self.k.value, self.temperature.value = self.lab.config.top_k, 1.0
             self._follow()
-
-    def close(self) -> None:
-        """Wait for what is under way, and free the widgets."""
-        self._worker.stop(30)
-        super().close()
 
     @property
     def data(self) -> dict[str, pd.DataFrame]:
@@ -155,76 +139,36 @@ class RouterExplorer(W.VBox):
             text = next(iter(prompts.values()), "")
         start = next((name for name, each in prompts.items() if each == text), OWN_TEXT)
         most = config.num_experts // config.router.groups * config.router.top_groups
-        wide = {"layout": W.Layout(width="auto"), "style": {"description_width": "86px"}}
         self.prompts = W.Dropdown(
-            options=[OWN_TEXT, *prompts],
-            value=start,
-            description="example",
-            tooltip="a prompt of one of six domains",
-            **wide,
+            options=[OWN_TEXT, *prompts], value=start, **labelled("example", "a prompt of one of six domains", 86)
         )
         self._prompts = prompts
-        self.text = W.Textarea(
-            text, rows=3, description="text", continuous_update=False, tooltip="the text that the model reads; leave the field to use it",
-            **wide,
-        )  # fmt: skip
-        self.token = W.IntSlider(0, 0, 0, description="token", tooltip="the token to look at", **wide)
-        self.layer = W.SelectionSlider(
-            options=list(config.moe_layers),
-            description="layer",
-            tooltip="the layer whose router is shown; each has its own",
-            **wide,
-        )
-        self.k = W.IntSlider(
-            config.top_k, 1, min(most, 4 * config.top_k), description="k",
-            tooltip=f"experts per token; the model was trained with {config.top_k}", **wide,
-        )  # fmt: skip
+        about = "the text that the model reads; leave the field to use it"
+        self.text = W.Textarea(text, rows=3, continuous_update=False, **labelled("text", about, 86))
+        self.token = W.IntSlider(0, 0, 0, **labelled("token", "the token to look at", 86))
+        about = "the layer whose router is shown; each has its own"
+        self.layer = W.SelectionSlider(options=list(config.moe_layers), **labelled("layer", about, 86))
+        about = f"experts per token; the model was trained with {config.top_k}"
+        self.k = W.IntSlider(config.top_k, 1, min(most, 4 * config.top_k), **labelled("k", about, 86))
         self.temperature = W.FloatLogSlider(
-            1.0, base=2, min=-3, max=3, step=0.25, description="temperature", readout_format=".2f",
-            tooltip="the logits are divided by it: above 1 scores come closer together", **wide,
+            1.0, base=2, min=-3, max=3, step=0.25, readout_format=".2f",
+            **labelled("temperature", "the logits are divided by it: above 1 scores come closer together", 86),
         )  # fmt: skip
-        self.buttons = {}
-        for name, action, icon, tip in (
-            ("As trained", self.as_trained, "undo", "back to the model's own k and temperature"),
-            ("Copy settings", self._on_copy, "copy", "this view's router as Python"),
-        ):
-            button = W.Button(description=name, icon=icon, tooltip=tip, layout=W.Layout(width="auto", flex="1 1 auto"))
-            button.on_click(action)
-            self.buttons[name] = button
-        self._code = W.Textarea(rows=5, layout=W.Layout(width="100%", display="none"))
-        self._tokens, self._cost, self._message, self._verdict = (
-            W.HTML(layout=W.Layout(margin="0", width="auto")) for _ in range(4)
-        )
+        buttons = {
+            "As trained": (self.as_trained, "undo", "back to the model's own k and temperature"),
+            "Copy settings": (self._on_copy, "copy", "this view's router as Python"),
+        }
+        self._tokens, self._cost = line(), line()
         self.prompts.observe(self._on_prompt, "value")
         self.text.observe(self._on_model, "value")
         for slider in (self.k, self.temperature):
             slider.observe(self._on_model, "value")
         for slider in (self.token, self.layer):
             slider.observe(self._on_place, "value")
-
-    def _arrange(self) -> list[W.Widget]:
-        row = W.Layout(display="flex", flex_flow="row wrap", width="auto")
         sliders = [self.token, self.layer, self.k, self.temperature]
-        left = W.VBox(
-            [
-                self.prompts,
-                self.text,
-                *sliders,
-                self._cost,
-                W.Box(list(self.buttons.values()), layout=row),
-            ],
-            layout=W.Layout(flex="0 0 330px", width="330px", margin="0 12px 0 0"),
-        )
-        grid = W.Layout(grid_template_columns="minmax(0, 1fr) minmax(0, 1fr)", grid_gap="6px 10px", width="100%")
-        right = W.Box(
-            [W.GridBox(self._panels, layout=grid)], layout=W.Layout(flex="1 1 0", min_width="0", width="auto")
-        )
-        head = W.HTML("<p><b>Router explorer</b></p>", layout=W.Layout(margin="0", width="auto"))
-        style = W.HTML(CSS, layout=W.Layout(display="none"))
-        return [style, head, self._tokens, W.HBox([left, right]), self._verdict, self._message, self._code]
-
-    def _silently(self):
-        return _Silence(self)
+        controls = [self.prompts, self.text, *sliders, self._cost, self._row(buttons)]
+        self._arrange(controls, above=[self._tokens], side_px=330, left_column=1)
+        self._title("Router explorer")
 
     def _wanted(self) -> tuple[str, int, float]:
         return self.text.value, self.k.value, round(self.temperature.value, 6)
@@ -249,13 +193,6 @@ class RouterExplorer(W.VBox):
             if not self._quiet:
                 self._paint()
 
-    def _on_copy(self, _) -> None:
-        code = self.code()
-        with self._lock:
-            self._code.value = code
-            self._code.layout.display = "none" if self._code.layout.display is None else None
-            self._panels[0].copy(code)
-
     def _follow(self) -> None:
         """Show at once what needs no model, ask the model for the rest. The lock is held."""
         self._paint()
@@ -279,11 +216,8 @@ class RouterExplorer(W.VBox):
         try:
             self._work(wanted)
         except Exception as error:
-            what = str(error) if isinstance(error, ColibriError) else f"{type(error).__name__}: {error}"
             with self._lock:
-                self.error = error
-                stays = " – the last picture stays. Change a control to try again." if self.reading else ""
-                self._enter("error", what + stays)
+                self._failed(error, " – the last picture stays. Change a control to try again." if self.reading else "")
                 self._paint()
 
     def _work(self, wanted) -> None:
@@ -315,11 +249,6 @@ class RouterExplorer(W.VBox):
 
     # Showing. The lock is held.
 
-    def _enter(self, state: str, text: str) -> None:
-        self.state = state
-        look = "colibri-error" if state == "error" else ""
-        self._message.value = f'<p class="{look}" role="status">{html.escape(text)}</p>'
-
     def _paint(self) -> None:
         with self._lock:
             k, slot = self.k.value, self.lab.slot_bytes
@@ -327,8 +256,7 @@ class RouterExplorer(W.VBox):
             self._cost.value = f"<p>{k} experts × {layers} layers: a token computes with {bytes_text(k * layers * slot)} of experts</p>"
             if self.reading is None:
                 why = "no text yet: write one, or choose an example" if self.error is None else "nothing could be read"
-                for panel, frame in zip(self._panels, frames.blank(self.lab.config, why), strict=True):
-                    panel.show(frame)
+                self._show(frames.blank(self.lab.config, why))
                 return
             token = min(self.token.value, len(self.reading.token_ids) - 1)
             router, last = self._router(), self.look
@@ -336,30 +264,15 @@ class RouterExplorer(W.VBox):
                 self.look = last.moved(self.layer.value, token)
             else:
                 self.look = frames.Look(self.reading, self.layer.value, token, router)
-            for panel, frame in zip(self._panels, frames.panels(self.look), strict=True):
-                panel.show(frame)
+            self._show(frames.panels(self.look))
             self._tokens.value = token_html(self.look)
-            lines = "".join(f'<p class="colibri-verdict">{html.escape(s)}</p>' for s in self._said())
-            self._verdict.value = f'<div class="colibri-said">{lines}</div>'
+            self._say(self._said())
 
     def _said(self) -> list[str]:
         if self.look is None:
             return []
         key = (self.look.reading.text, *self._wanted()[1:])
         return frames.sentences(self.look, self._nats.get(key))
-
-
-class _Silence:
-    """Controls moved inside do not start anything. The view's lock must be held."""
-
-    def __init__(self, view: RouterExplorer):
-        self.view = view
-
-    def __enter__(self) -> None:
-        self.before, self.view._quiet = self.view._quiet, True
-
-    def __exit__(self, *_) -> None:
-        self.view._quiet = self.before
 
 
 def router_text(look: frames.Look) -> str:

@@ -6,11 +6,8 @@ itself, so the same function serves a reader with a running kernel and one witho
 
 from __future__ import annotations
 
-import html
 import inspect
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
@@ -18,12 +15,11 @@ from textwrap import wrap
 import ipywidgets as W
 import pandas as pd
 
-from ..errors import ColibriError, SettingError, did_you_mean
+from ..errors import SettingError, did_you_mean
 from . import plots
 from .frames import Frame
-from .live import live_plot
 from .newest import Newest
-from .theme import CSS
+from .view import WIDTH_PX, View
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,33 +57,18 @@ def what_if(work: Callable[..., Finding], *given, live: str = "auto", height: in
     return WhatIf(work, given, controls, live, height)
 
 
-class WhatIf(W.VBox):
+class WhatIf(View):
     """See `what_if`. `finding` is what is on show; `state` is "running", "done" or "error" (then `error` is why)."""
 
     def __init__(
         self, work, given: tuple, controls: dict[str, range | Sequence | str], live: str = "auto", height: int = 260
     ):
-        self._worker = Newest(self._serve, "colibri-what-if")
         self._work, self._given = work, given
-        self._lock = threading.RLock()
-        self._quiet = False
-        self.state, self.error = "running", None
         self.controls = {name: self._control(name, options) for name, options in controls.items()}
-        self.finding: Finding = work(*given, **self._wanted())
-        self._panels = [live_plot(live, height) for _ in self.finding.frames]
-        self._verdict, self._message = W.HTML(), W.HTML()
-        row = W.HBox(list(self.controls.values()), layout=W.Layout(flex_flow="row wrap", width="100%"))
-        columns = f"repeat({len(self._panels)}, minmax(0, 1fr))"
-        grid = W.GridBox(
-            self._panels, layout=W.Layout(grid_template_columns=columns, grid_gap="6px 10px", width="100%")
-        )
-        style = W.HTML(CSS, layout=W.Layout(display="none"))
-        width = "1250px" if len(self._panels) > 1 else "760px"
-        super().__init__(
-            [style, row, grid, self._verdict, self._message], layout=W.Layout(width="100%", max_width=width)
-        )
-        self.add_class("colibri")
-        self._show(self.finding, lambda: False)
+        finding = work(*given, **self._wanted())
+        super().__init__(Newest(self._serve, "colibri-what-if"), [height] * len(finding.frames), live, "running")
+        self._arrange_plainly(list(self.controls.values()), WIDTH_PX if len(finding.frames) > 1 else 760)
+        self._arrived(finding, lambda: False)
 
     def set(self, **values) -> Finding:
         """Move controls and wait for the answer; needs no front end. Raises what `work` raises."""
@@ -101,24 +82,12 @@ class WhatIf(W.VBox):
             elif isinstance(control, W.Dropdown) and value not in control.options:
                 raise SettingError(f"{name} cannot be {value!r}; {did_you_mean(str(value), map(str, control.options))}")
         with self._lock:
-            self._quiet = True
-            try:
+            with self._silently():
                 for name, value in values.items():
                     self.controls[name].value = value
-            finally:
-                self._quiet = False
             wanted = self._wanted()
         self._worker.run(wanted)
         return self.finding
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for what runs in the background. True when it is done."""
-        return self._worker.wait(timeout_s)
-
-    def close(self) -> None:
-        """Stop, and free the widgets."""
-        self._worker.stop()
-        super().close()
 
     @property
     def data(self) -> pd.DataFrame:
@@ -165,21 +134,16 @@ class WhatIf(W.VBox):
             with self._lock:
                 self.state = "running"
             finding = self._work(*self._given, **wanted)
-            self._show(finding, stale)
+            self._arrived(finding, stale)
         except BaseException as error:
-            with self._lock, suppress(Exception):
-                self.state, self.error = "error", error
-                what = str(error) if isinstance(error, ColibriError) else f"{type(error).__name__}: {error}"
-                told = html.escape(f"{what} – the last picture stays. Move a control to go on.")
-                self._message.value = f'<p class="colibri-error" role="status">{told}</p>'
+            self._failed(error, " – the last picture stays. Move a control to go on.")
             raise
 
-    def _show(self, finding: Finding, stale) -> None:
+    def _arrived(self, finding: Finding, stale) -> None:
         with self._lock:
             if stale():
                 return
-            self.finding, self.state, self.error = finding, "done", None
-            for panel, frame in zip(self._panels, finding.frames, strict=True):
-                panel.show(frame)
-            self._verdict.value = f'<p class="colibri-verdict">{html.escape(finding.said)}</p>'
-            self._message.value = ""
+            self.finding = finding
+            self._show(finding.frames)
+            self._say([finding.said])
+            self._enter("done", "")

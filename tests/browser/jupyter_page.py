@@ -116,7 +116,7 @@ def jupyterlab(root: Path, scratch: Path, python_path: list[Path] | None = None)
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:
         base = f"http://127.0.0.1:{port}"
-        until(lambda: _answers(f"{base}/api/status?token={token}", server, scratch), 90, "JupyterLab answers")
+        until(lambda: _answers(f"{base}/api/status?token={token}", server, scratch), "JupyterLab answers", 180)
         yield base + "/lab/workspaces/{workspace}/tree/{path}?token=" + token
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -137,8 +137,8 @@ def _answers(url: str, server: subprocess.Popen, scratch: Path) -> bool:
         return False
 
 
-def until(ready: Callable, seconds: float, what: str, every_s: float = 0.1):
-    """The first true value of `ready()`. Raises TimeoutError naming `what`."""
+def until(ready: Callable, what: str, seconds: float = 60, every_s: float = 0.1):
+    """The first true value of `ready()`. Raises TimeoutError naming `what`; a busy machine is given time."""
     end = time.monotonic() + seconds
     while True:
         value = ready()
@@ -166,7 +166,7 @@ class NotebookPage:
         for last in (False, True):
             self.page.goto(address.format(workspace=secrets.token_hex(4), path=path))
             try:
-                until(lambda: (self.state() or {}).get("kernel") == "idle", 60, "kernel idle")
+                until(lambda: (self.state() or {}).get("kernel") == "idle", "kernel idle")
                 break
             except TimeoutError as error:
                 if last:
@@ -178,7 +178,7 @@ class NotebookPage:
 
     def theme(self, name: str) -> None:
         """Change the theme. JupyterLab takes its splash away 200 ms later, and stumbles over another change before that."""
-        until(lambda: self.page.locator("#jupyterlab-splash").count() == 0, 10, "the splash of the last change is gone")
+        until(lambda: self.page.locator("#jupyterlab-splash").count() == 0, "the splash of the last change is gone")
         self.command("apputils:change-theme", theme=name)
 
     def command(self, name: str, **args) -> None:
@@ -188,7 +188,7 @@ class NotebookPage:
     def state(self) -> dict | None:
         return self.page.evaluate(STATE)
 
-    def run_all(self, seconds: float = 240) -> dict:
+    def run_all(self, seconds: float = 400) -> dict:
         """Run every cell; returns cells, done, errors, kernel."""
         self.command("notebook:run-all-cells")
 
@@ -196,7 +196,7 @@ class NotebookPage:
             s = self.state()
             return s if s and (s["errors"] or (s["done"] == s["cells"] and s["kernel"] == "idle")) else None
 
-        state = until(ended, seconds, "all cells run")
+        state = until(ended, "all cells run", seconds)
         self.page.wait_for_timeout(1500)
         return state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jupyter_page
@@ -18,7 +19,7 @@ FAKE = """
 from fake_lab import FakeLab
 from colibri_lab import ui
 lab = FakeLab(slots=8, step_s=0.02)
-view = ui.run_monitor(lab, max_tokens=400, seed=1)
+view = ui.run_monitor(lab, max_tokens=3000, seed=1)
 view
 """
 
@@ -52,14 +53,11 @@ def write(root: Path, name: str, *sources: str) -> str:
     return name
 
 
-def moves(page, seconds: float) -> int:
-    """How often the canvases changed, looking every 100 ms."""
-    seen, changes = page.canvases(), 0
-    for _ in range(int(seconds * 10)):
-        page.page.wait_for_timeout(100)
-        now = page.canvases()
-        changes, seen = changes + (now != seen), now
-    return changes
+def moves(page, times: int = 5) -> None:
+    """The canvases change, and go on changing."""
+    for at in range(times):
+        before = page.canvases()
+        until(lambda before=before: page.canvases() != before, f"canvases change for time {at + 1} of {times}")
 
 
 def all_differ(now: list[int], before: list[int]) -> bool:
@@ -77,15 +75,15 @@ def drawn(view) -> list[str]:
     return view.locator("canvas").evaluate_all("canvases => canvases.map((canvas) => canvas.toDataURL())")
 
 
-def still(page, view, seconds: float = 10) -> list[str]:
-    """What the canvases of one output show once they have not changed for 0.7 s."""
+def still(page, look: Callable[[], list]) -> list:
+    """What `look` sees once that has not changed for a second."""
 
     def unchanged():
-        before = drawn(view)
-        page.page.wait_for_timeout(700)
-        return before if drawn(view) == before else None
+        before = look()
+        page.page.wait_for_timeout(1000)
+        return before if look() == before else None
 
-    return until(unchanged, seconds, "canvases hold still")
+    return until(unchanged, "canvases hold still")
 
 
 def press(page, view, slider: str, keys: str = "ArrowRight ArrowLeft ArrowLeft") -> None:
@@ -96,7 +94,7 @@ def press(page, view, slider: str, keys: str = "ArrowRight ArrowLeft ArrowLeft")
     for key in keys.split():
         before = drawn(view)
         page.page.keyboard.press(key)
-        until(lambda before=before: drawn(view) != before, 10, f"pixels of {slider} change after {key}")
+        until(lambda before=before: drawn(view) != before, f"pixels of {slider} change after {key}")
 
 
 def blank(page) -> list[dict]:
@@ -120,9 +118,9 @@ def start_and_stop(view) -> None:
     """A live run in `view` moves its canvases and ends when it is told to."""
     view.locator("button").filter(has_text="Start").click()
     before = drawn(view)
-    until(lambda: drawn(view) != before, 5, "live run moves")
+    until(lambda: drawn(view) != before, "live run moves")
     view.locator("button").filter(has_text="Stop").click()
-    until(lambda: "stopped after" in view.inner_text() or "done: " in view.inner_text(), 5, "the run has ended")
+    until(lambda: "stopped after" in view.inner_text() or "done: " in view.inner_text(), "the run has ended")
 
 
 def no_complaints(page) -> None:
@@ -144,18 +142,15 @@ def test_start_here(served, page, tmp_path):
     for key in ("ArrowRight", "ArrowLeft", "ArrowLeft"):
         before = page.canvases()
         page.page.keyboard.press(key)
-        until(lambda before=before: page.canvases() != before, 5, f"pixels change after {key}")
-    until(lambda: "kept: " in page.page.locator("canvas").first.get_attribute("aria-label"), 5, "kept run is named")
+        until(lambda before=before: page.canvases() != before, f"pixels change after {key}")
+    until(lambda: "kept: " in page.page.locator("canvas").first.get_attribute("aria-label"), "kept run is named")
 
     page.button("Stop").click()
     page.button("Start").click()
-    assert moves(page, 2) >= 5, shoot(page, tmp_path, "live")
+    moves(page)
     page.button("Stop").click()
-    until(lambda: "stopped after" in page.text() or "done: " in page.text(), 5, "the run has ended")
-    page.page.wait_for_timeout(500)
-    still = page.canvases()
-    page.page.wait_for_timeout(1000)
-    assert page.canvases() == still
+    until(lambda: "stopped after" in page.text() or "done: " in page.text(), "the run has ended")
+    still(page, page.canvases)
     assert page.state()["errors"] == [] and page.complaints == []
     for trouble in ("Error displaying widget", "Error creating widget", "model not found", "Traceback"):
         assert trouble not in page.text()
@@ -169,27 +164,26 @@ def test_monitor_in_its_states(served, page, tmp_path):
     assert "No run yet: press Start" in page.text() and blank(page) == []
 
     page.button("Start").click()
-    assert moves(page, 2) >= 5, shoot(page, tmp_path, "running")
+    moves(page)
     page.button("Stop").click()
-    until(lambda: "stopped after" in page.text(), 5, "stopped")
-    page.page.wait_for_timeout(500)
-    sums = page.canvases()
+    until(lambda: "stopped after" in page.text(), "stopped")
+    sums = still(page, page.canvases)
     assert sums[:4] == sums[4:], shoot(page, tmp_path, "twins")  # the second display shows the same picture
 
     page.theme("JupyterLab Dark")
-    until(lambda: all_differ(page.canvases(), sums), 10, "dark canvases")
+    until(lambda: all_differ(page.canvases(), sums), "dark canvases")
     assert blank(page) == [], shoot(page, tmp_path, "dark")
     page.theme("JupyterLab Light")
-    until(lambda: page.canvases() == sums, 10, "light canvases as before")
+    until(lambda: page.canvases() == sums, "light canvases as before")
 
     grid = page.page.locator(".jp-OutputArea canvas").nth(1)
     grid.focus()
     for _ in range(3):
         page.page.keyboard.press("ArrowRight")
-    until(lambda: "layer 1, expert 2: " in page.text(), 5, "readout of a cell")
+    until(lambda: "layer 1, expert 2: " in page.text(), "readout of a cell")
     page.button("Copy").click()
     code = page.page.locator(".jp-OutputArea textarea").last
-    until(lambda: code.input_value().startswith("colibri run --model colibri-tiny"), 5, "settings as a command line")
+    until(lambda: code.input_value().startswith("colibri run --model colibri-tiny"), "settings as a command line")
     assert page.complaints == []
 
 
@@ -202,9 +196,9 @@ def test_monitor_error_and_png(served, page, tmp_path):
     empty = page.pictures()
     assert [p["kind"] for p in empty] == ["img"] * 4 and blank(page) == []
     page.button("Start").click()
-    until(lambda: "layer_3/expert_17.bin: read failed" in page.text(), 10, "the error's message")
+    until(lambda: "layer_3/expert_17.bin: read failed" in page.text(), "the error's message")
     sums = [p["sum"] for p in empty]
-    until(lambda: all_differ([p["sum"] for p in page.pictures()], sums), 5, "last picture stays")
+    until(lambda: all_differ([p["sum"] for p in page.pictures()], sums), "last picture stays")
     assert page.button("Start").is_enabled() and page.complaints == []
     assert page.page.locator(".colibri-error").count() == 1, shoot(page, tmp_path, "error")
 
@@ -220,19 +214,17 @@ def test_expert_cache(served, page, tmp_path):
     press(page, tuner, "slots")
     until(
         lambda: "17 slots" not in tuner.inner_text() and "15 slots, lru:" in tuner.inner_text(),
-        10,
         "the verdict follows",
     )
     tuner.locator("select").nth(2).select_option("global")
     until(
         lambda: "one token: 128" in tuner.inner_text() or "one pool" in tuner.inner_text(),
-        10,
         "one pool for all layers",
     )
     press(page, tuner, "step")
     tuner.locator(".widget-play button, .jupyter-widget-play button").first.click()
-    seen = {tuple(drawn(tuner)[2:3]) for _ in range(12) if page.page.wait_for_timeout(150) is None}
-    assert len(seen) >= 3, shoot(page, tmp_path, "play")
+    seen = set()
+    until(lambda: seen.add(drawn(tuner)[2]) or len(seen) >= 3, "the grid plays")
     tuner.locator(".widget-play button, .jupyter-widget-play button").first.click()
 
     press(page, output(page, "Random picks hit"), "slots")
@@ -252,7 +244,7 @@ def test_pipeline_profile(served, page, tmp_path):
     assert view.locator("canvas").count() == 4
     press(page, view, "slots")
     start_and_stop(view)
-    still(page, view)
+    still(page, lambda: drawn(view))
     press(page, output(page, "of different places touch"), "tokens")
     press(page, output(page, "prompt tokens together touch"), "tokens")
     press(page, output(page, "From the worst to the best quarter"), "skip", "ArrowRight ArrowLeft")
@@ -277,27 +269,25 @@ for step in range(60):
     page.open(address, write(root, "tuner.ipynb", source, record))
     assert page.run_all()["errors"] == []
     view = output(page, "no routing yet")
-    until(lambda: view.locator("canvas").count() == 4, 5, "empty panels")
+    until(lambda: view.locator("canvas").count() == 4, "empty panels")
     assert blank(page) == []
     view.locator("button").filter(has_text="Reload").click()
     view = output(page, "Cache tuner")
-    until(lambda: "of accesses hit" in view.inner_text(), 10, "the recorder's routing is shown")
+    until(lambda: "of accesses hit" in view.inner_text(), "the recorder's routing is shown")
     until(
         lambda: "What would help" in view.inner_text() or "No other setting helps" in view.inner_text(),
-        10,
         "the advice",
     )
-    light = still(page, view)
+    light = still(page, lambda: drawn(view))
     page.theme("JupyterLab Dark")
-    until(lambda: all_differ(drawn(view), light), 10, "dark canvases")
+    until(lambda: all_differ(drawn(view), light), "dark canvases")
     assert blank(page) == [], shoot(page, tmp_path, "dark")
     page.theme("JupyterLab Light")
-    until(lambda: drawn(view) == light, 10, "light canvases as before")
+    until(lambda: drawn(view) == light, "light canvases as before")
     view.locator("button").filter(has_text="Copy").click()
     code = view.locator("textarea").last
     until(
         lambda: code.input_value().startswith("colibri replay trace.parquet --policy lru"),
-        5,
         "settings as a command line",
     )
     assert page.complaints == []
@@ -316,15 +306,15 @@ def test_quantisation(served, page, tmp_path):
         handle.focus()
         before = page.canvases()
         page.page.keyboard.press(key)
-        until(lambda before=before: page.canvases()[:4] != before[:4], 5, f"pixels change after {name}")
+        until(lambda before=before: page.canvases()[:4] != before[:4], f"pixels change after {name}")
 
     format, _, router = (page.page.locator(".jp-OutputArea select").nth(n) for n in range(3))
     for select, value, says in ((router, "fp32", "bf16, the model as it is"), (format, "int8", "int8: ")):
         select.scroll_into_view_if_needed()
         select.select_option(value)
-        until(lambda says=says: says in page.text(), 10, f"known copy at once, {says}")
+        until(lambda says=says: says in page.text(), f"known copy at once, {says}")
     format.select_option("int4-g32")
-    until(lambda: "int4-g32: " in page.text(), 60, "a new copy is made and read")
+    until(lambda: "int4-g32: " in page.text(), "a new copy is made and read")
     assert page.state()["errors"] == [] and page.complaints == [], shoot(page, tmp_path, "quantisation")
 
 
@@ -340,17 +330,15 @@ def test_tune_your_model(served, page, tmp_path):
     field = view.locator("input[type=text]").first
     field.fill("data/traces/warp_olmoe_1b7b_299.jsonl")
     field.press("Enter")
-    until(lambda: "3.8 GB, 50 % of what" in view.inner_text(), 60, "a trace of another model")
+    until(lambda: "3.8 GB, 50 % of what" in view.inner_text(), "a trace of another model")
     before = drawn(view)
     field.fill("no/such/model")
     field.press("Enter")
-    until(lambda: "no/such/model: no such directory" in view.inner_text(), 20, "what is wrong with the path")
+    until(lambda: "no/such/model: no such directory" in view.inner_text(), "what is wrong with the path")
     assert drawn(view) == before and view.locator(".colibri-error").count() == 1  # the last picture stays
     field.fill("data/colibri-tiny")
     field.press("Enter")
-    until(
-        lambda: "MB, 50 % of what" in view.inner_text() and not view.locator(".colibri-error").count(), 20, "recovered"
-    )
+    until(lambda: "MB, 50 % of what" in view.inner_text() and not view.locator(".colibri-error").count(), "recovered")
     no_complaints(page)
 
 
@@ -366,11 +354,11 @@ def test_kernels(served, page, tmp_path):
     before = view.locator("img").first.get_attribute("src")
     view.locator("select").nth(1).select_option("fp16")
     view.locator("button").filter(has_text="Measure").click()
-    until(lambda: view.locator("img").first.get_attribute("src") != before, 30, "a point is added to the roofline")
-    until(lambda: "measuring" not in view.inner_text(), 30, "the measurement has ended")
+    until(lambda: view.locator("img").first.get_attribute("src") != before, "a point is added to the roofline")
+    until(lambda: "measuring" not in view.inner_text(), "the measurement has ended")
     text, becomes = view.locator("textarea").nth(0), view.locator("textarea").nth(1)
     text.fill("no such text in the kernel")
     becomes.fill("x")
     view.locator("button").filter(has_text="Try").click()
-    until(lambda: view.locator(".colibri-error").count() == 1, 30, "an edit that cannot be made is told")
+    until(lambda: view.locator(".colibri-error").count() == 1, "an edit that cannot be made is told")
     no_complaints(page)

@@ -57,7 +57,7 @@ def totals(counted) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), workload=workloads())
 def test_policy_agrees_with_the_slow_one(policy, data, workload):
     layers, blocks, events = workload
@@ -87,7 +87,7 @@ def test_policy_agrees_with_the_slow_one(policy, data, workload):
 
 
 @pytest.mark.parametrize("policy", [name for name in registry.POLICIES if name != "static-pin"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data(), workload=workloads())
 def test_no_policy_beats_the_bypass_oracle(policy, data, workload):
     layers, blocks, events = workload
@@ -105,7 +105,7 @@ def test_no_policy_beats_the_bypass_oracle(policy, data, workload):
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "clock", "sieve", "slru", "2q", "arc", "s3-fifo", "lfu", "lru-k"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_relabelling_experts_changes_nothing_but_ties(policy, data, seed):
     """Events of one block have no ties: any names give the same counts."""

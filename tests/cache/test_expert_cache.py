@@ -57,7 +57,7 @@ class Engine:
         assert all(self.cache.slot_of(layer, block) == -1 for layer, block in absent)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     policy=st.sampled_from(["lru", "weighted-lru", "lfu", "random", "arc", "s3-fifo", "sieve"]),

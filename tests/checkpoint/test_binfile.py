@@ -171,7 +171,7 @@ def test_hostile_tables_are_refused_before_anything_is_touched(field, value, mat
     assert str(path) in str(refusal.value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_damage_to_the_header_is_an_error_of_ours_or_harmless(data, converted, tmp_path_factory):
     good = (converted("glm4_moe", quantize="int8") / "layer_1/expert_5.bin").read_bytes()

@@ -29,7 +29,6 @@ def test_bf16_bits_of_known_numbers():
     assert formats.f32_to_bf16(bits.view(np.float32)).tolist() == expected
 
 
-@settings(deadline=None)
 @given(MATRICES)
 def test_sixteen_bit_formats_err_by_half_a_unit_at_most(w):
     assert np.array_equal(decode(encode(w, "fp32"), "fp32"), w)
@@ -62,7 +61,7 @@ def test_symmetric_int4_row_worked_by_hand():
     assert row.data.tolist() == [[0, 14, 8, 10]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(MATRICES, st.integers(-20, 20), st.sampled_from(INTEGER))
 def test_integers_err_by_half_a_step_at_most_and_keep_zero(w, exponent, format):
     factor = own_factor(w) * 2.0**exponent if exponent > 0 else own_factor(w)
@@ -73,7 +72,7 @@ def test_integers_err_by_half_a_step_at_most_and_keep_zero(w, exponent, format):
     assert (back[w == 0] == 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     hnp.arrays(np.float32, st.integers(1, 20), elements=FLOATS), st.integers(1, 40), st.integers(-20, 20),
     st.sampled_from(ROWS),
@@ -194,7 +193,7 @@ def test_four_bit_order_is_the_documented_one(shape):
             assert nibble == (codes[16 * block + row, k] if there else 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 70), st.integers(1, 150), st.sampled_from(list(FORMATS)), st.sampled_from(["rows", "rows16"]))
 def test_unpacking_undoes_packing(rows, cols, format, layout):
     kind = FORMATS[format]

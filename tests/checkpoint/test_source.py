@@ -129,7 +129,7 @@ def test_files_that_are_no_safetensors_are_refused(raw, tmp_path):
         read_header(tmp_path / "m.safetensors")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_damage_to_a_header_is_an_error_of_ours_or_harmless(tmp_path_factory, data):
     table = {"a": dict(dtype="F32", shape=[2, 4], data_offsets=[0, 32])}

@@ -87,7 +87,7 @@ def test_beyond_max_seq_len_and_beyond_the_pool():
         kv.reserve(29)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["grow", "adopt", "release"]), st.integers(0, 3), st.integers(0, 12)), max_size=40

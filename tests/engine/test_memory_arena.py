@@ -42,7 +42,7 @@ def test_arrays_are_aligned_and_the_same_place_gives_the_same_array():
     assert arena.take((7,), np.int32) is not first[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(st.integers(1, 900), st.sampled_from(["mark", "rewind", "reset"])), max_size=60))
 def test_use_and_high_water_are_those_of_a_plain_tally(steps):
     _, a = arenas(size=BLOCK * 20)

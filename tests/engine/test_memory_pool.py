@@ -59,7 +59,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(blocks=st.integers(1, 150), unit=st.integers(1, 9), steps=steps)
 def test_no_byte_belongs_to_two_runs_and_all_given_back_is_all_free(blocks, unit, steps):
     pool, plain = MemoryPool(blocks * BLOCK, unit * BLOCK, warn_above=None), PlainPool(blocks, unit)

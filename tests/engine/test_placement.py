@@ -50,7 +50,7 @@ def test_cache_settings_leave_every_bit_alone(family_container, baseline, block_
         np.testing.assert_array_equal(decoded(lab), baseline, err_msg=f"{slots} {policy} {scope} {kv} {threads}")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     slots=st.integers(1, 12),
     page=st.integers(1, 300),

@@ -56,7 +56,7 @@ def streamed(tokenizer, ids):
     return [*(decoder.add(i) for i in ids), decoder.finish()]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=40))
 def test_streamed_text_is_the_text(text, tiny):
     ids = tiny.encode(text)
@@ -66,7 +66,7 @@ def test_streamed_text_is_the_text(text, tiny):
         assert all("\ufffd" not in piece for piece in pieces)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, 4095), max_size=30))
 def test_streamed_text_of_any_ids_is_their_text(ids, tiny):
     assert "".join(streamed(tiny, ids)) == tiny.decode(ids)

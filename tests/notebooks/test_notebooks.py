@@ -41,7 +41,7 @@ def executed():
         if path not in done:
             notebook = nbformat.read(path, as_version=4)
             environment = os.environ | {"PYTHONPATH": str(ROOT)}
-            client = NotebookClient(notebook, timeout=120, startup_timeout=120)
+            client = NotebookClient(notebook, timeout=300, startup_timeout=300)
             client.execute(cwd=str(path.parent), env=environment)
             done[path] = notebook
         return done[path]

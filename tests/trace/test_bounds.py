@@ -116,7 +116,7 @@ def test_allocation_in_bytes(qwen):
     assert (table["slots"] * qwen.expert_bytes).sum() <= 2000 * 2**20
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_best_split_is_the_best_of_all(data):
     layers, most = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))

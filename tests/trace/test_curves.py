@@ -48,7 +48,7 @@ def small_traces(draw):
 
 
 @pytest.mark.parametrize("policy", ONE_PASS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), trace=small_traces())
 def test_one_pass_is_one_replay_per_size(policy, data, trace):
     """Counts of every kind, per layer, at all sizes from 1 slot up, whatever the contract."""

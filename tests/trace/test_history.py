@@ -62,7 +62,7 @@ def test_shipped_traces_hit_what_replay_hits(name):
         )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10_000), st.integers(2, 8))
 def test_cells_follow_a_slow_lru(seed, slots):
     trace = random_trace(seed)

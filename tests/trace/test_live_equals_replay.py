@@ -32,7 +32,7 @@ def run_and_replay(tiny, live: dict, replayed: dict):
     return counted, table, recording.trace
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=st.sampled_from(ONLINE),
     slots=st.integers(1, 40),

@@ -225,14 +225,14 @@ def slow_sch(sets, num_experts, window, slots):
 token_sets = st.lists(st.sets(st.integers(0, 5), min_size=2, max_size=2), min_size=5, max_size=20)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(token_sets, st.integers(1, 5))
 def test_srp_equals_the_slow_definition(sets, window):
     table = srp(one_layer(*sets), windows=(window,))
     assert table.query("layer == 'all'").srp.item() == pytest.approx(slow_srp(sets, 6, window))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(token_sets, st.integers(1, 6))
 def test_sch_one_pass_equals_a_cache_per_slot_count(sets, window):
     curve = sch(one_layer(*sets), window).hit_rate.tolist()

@@ -238,7 +238,7 @@ def test_report_says_what_cannot_be_computed():
 rows = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows, st.integers(1, 4))
 def test_an_event_asks_for_exactly_the_experts_of_its_rows(ids, per_event):
     """Against the obvious construction: walk the rows of each event and keep an id when it is new."""

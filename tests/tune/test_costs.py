@@ -158,7 +158,7 @@ def test_coefficients_are_held_at_their_bounds():
     assert steep == {"step_s": pytest.approx(1 + 4.5), "a": 3.0}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.floats(0.1, 2))
 def test_no_coefficient_leaves_its_bounds(seed, most):
     rng = np.random.default_rng(seed)

@@ -95,7 +95,7 @@ def one_layer(blocks: int, misses: int) -> Served:
     return Served(**one, loaded=np.arange(misses), ends=np.array([0, misses]), layers=1, blocks_per_layer=64, slots=32)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 16), st.integers(0, 16), st.integers(1, 8), st.floats(0, 10), st.floats(0, 10))
 def test_the_formula_bounds_a_simulated_layer(blocks, misses, lanes, read_s, compute_s):
     misses = min(misses, blocks)

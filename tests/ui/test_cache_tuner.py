@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import html
-import random
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from looking import hammer, threads, values_of
 
 from colibri_lab.cache.policies import POLICIES
 from colibri_lab.errors import ColibriError, SettingError, TraceError
@@ -44,14 +43,6 @@ def view(olmoe):
     assert view.wait(60)
     yield view
     view.close()
-
-
-def values_of(panel) -> np.ndarray:
-    return np.frombuffer(panel.data, np.float32).reshape(panel.spec["shape"])
-
-
-def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("colibri-")]
 
 
 def said(view) -> str:
@@ -241,11 +232,9 @@ def test_a_burst_of_slider_moves_ends_at_the_last(view):
 
 def test_two_threads_hammering_one_view():
     view = cache_tuner({"a": small(), "b": small(3, experts=16)}, slots=4)
-    trouble = []
 
-    def hammer(seed):
-        pick = random.Random(seed)
-        actions = (
+    def actions(pick):
+        return (
             lambda: setattr(view.slots, "value", pick.randint(1, view.slots.max)),
             lambda: setattr(view.trace, "value", pick.choice("ab")),
             lambda: setattr(view.choices["policy"], "value", pick.choice(["lru", "lfru", "fifo", "belady"])),
@@ -257,18 +246,8 @@ def test_two_threads_hammering_one_view():
             view.buttons["Copy settings"].click,
             lambda: view.data,
         )
-        try:
-            for _ in range(100):
-                pick.choice(actions)()
-        except BaseException as error:
-            trouble.append(error)
 
-    workers = [threading.Thread(target=hammer, args=(seed,)) for seed in (1, 2)]
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join(60)
-    assert trouble == [] and not any(w.is_alive() for w in workers)
+    hammer(actions, 100)
     assert view.wait(60) and view.state in ("done", "running") and threads() == []
     found = view.set(slots=3, policy="lru", trace="a", scope="layer", lookup="atomic", phase="decode")
     assert (
@@ -286,7 +265,7 @@ def test_error_shows_its_message_and_leaves_the_last_picture(view, monkeypatch):
 
     monkeypatch.setattr(tuner, "outcome", broken)
     view.slots.value = 20
-    assert view.wait(10)
+    assert view.wait(60)
     assert view.state == "error" and isinstance(view.error, TraceError)
     assert "row 7: experts must be distinct" in view._message.value and "colibri-error" in view._message.value
     assert [panel.data for panel in view._panels] == before and threads() == []
@@ -310,7 +289,7 @@ def test_an_empty_recorder_says_what_to_do_and_reloads():
         for layer in (0, 1):
             recorder.add(step, layer, "decode", 0, None, [[step % 8, (step + 1) % 8]])
     view.buttons["Reload"].click()
-    assert view.wait(30) and view.state == "done"
+    assert view.wait(60) and view.state == "done"
     assert view.outcome.totals["hits"] == recorder.trace.replay("lru", view.slots.value).hits.sum() > 0
 
 
@@ -326,7 +305,7 @@ def test_a_run_with_its_events_is_a_trace(step):
         )
 
     view = cache_tuner(Run(), slots=2, phase="all")
-    assert view.wait(30)
+    assert view.wait(60)
     trace = view.outcome.subject.trace
     assert trace.layers == [1, 2] and len(trace) == 6 and trace.phase.tolist() == [0, 0, 1, 1, 1, 1]
     assert view.outcome.totals["accesses"] == 10

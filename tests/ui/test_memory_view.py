@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
+from looking import together
 
 import colibri_lab as cl
 from colibri_lab.engine import experiments
@@ -37,10 +36,6 @@ def moves(model):
     return experiments.arena_moves(model, PROMPT, max_tokens=4, seed=1, stop_at_eos=False)
 
 
-def values_of(panel) -> np.ndarray:
-    return np.frombuffer(panel.data, np.float32).reshape(panel.spec["shape"])
-
-
 def state_of(tags, touched) -> frames.PoolState:
     nothing = dict.fromkeys(ARENAS, 0)
     return frames.PoolState(np.array(tags, np.uint8), None if touched is None else np.array(touched, np.uint8), 0, nothing, nothing,
@@ -68,7 +63,7 @@ def test_a_run_fills_the_map(view, model, tmp_path):
         "decode"
     ] > 0
     assert data["growth"].step.is_monotonic_increasing and len(data["moves"]) <= 200
-    assert "reserving is not using" in view._said_html.value
+    assert "reserving is not using" in view._verdict.value
     view.png(tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
@@ -117,26 +112,13 @@ def test_code_names_the_settings(view):
 
 
 def test_two_threads_hammer_controls_and_pictures(view):
-    failed = []
-
-    def turn(work):
-        try:
-            for _ in range(4):
-                work()
-        except Exception as error:
-            failed.append(error)
-
     def slots():
         view.slots.value = 5 if view.slots.value == 6 else 6
 
-    threads = [
-        threading.Thread(target=turn, args=(work,)) for work in (slots, view.paint, lambda: view.data, view.paint)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert failed == [] and view.stop() and view.state in ("done", "stopped", "empty")
+    together(
+        *(lambda work=work: [work() for _ in range(4)] for work in (slots, view.paint, lambda: view.data, view.paint))
+    )
+    assert view.stop() and view.state in ("done", "stopped", "empty")
 
 
 def test_cells_name_the_part_and_whether_it_is_in_memory():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
+from looking import together, values_of
 from traitlets import TraitError
 
 import colibri_lab as cl
@@ -38,10 +37,6 @@ def view(survey):
 @pytest.fixture
 def one():
     return matrix_explorer(np.random.default_rng(0).normal(size=(32, 192)))
-
-
-def values_of(panel) -> np.ndarray:
-    return np.frombuffer(panel.data, np.float32).reshape(panel.spec["shape"])
 
 
 def said(view) -> str:
@@ -124,7 +119,7 @@ def test_an_error_is_shown_and_the_last_picture_stays(view, survey, monkeypatch)
     monkeypatch.setattr(survey, "measure", fail)
     before, row = [p.data for p in view._panels], view.row
     view.format.value = "int4-g128"
-    assert view.wait(10) and view.state == "error" and isinstance(view.error, StorageError)
+    assert view.wait(60) and view.state == "error" and isinstance(view.error, StorageError)
     assert "the disk is too small – the last picture stays" in view._message.value
     assert [p.data for p in view._panels] == before and view.row is row
     view.format.value = "int8"
@@ -181,23 +176,6 @@ def test_png_panels_where_there_is_no_canvas(survey):
     assert bytes(quality_explorer(survey, live="png")._panels[0].value).startswith(b"\x89PNG")
 
 
-def hammer(*works):
-    failed = []
-
-    def run(work):
-        try:
-            work()
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert failed == [] and not any(thread.is_alive() for thread in threads)
-
-
 def test_two_threads_at_the_quality_explorer(view):
     def turn(names):
         for _ in range(6):
@@ -205,13 +183,13 @@ def test_two_threads_at_the_quality_explorer(view):
                 view.format.value = name
                 view.keep()
 
-    hammer(lambda: turn(["int8", "int4-g64"]), lambda: turn(["as it is", "int8"]))
-    assert view.wait(30) and view.state == "ready"
+    together(lambda: turn(["int8", "int4-g64"]), lambda: turn(["as it is", "int8"]))
+    assert view.wait(60) and view.state == "ready"
     assert np.array_equal(values_of(view._panels[1])[::-1, 0], np.float32(list(view.row.by_domain().values())))
 
 
 def test_two_threads_at_the_matrix_explorer(one):
-    hammer(
+    together(
         lambda: [one.look(format=name) for name in ("int4-row", "int8", "int4-g64") * 4],
         lambda: [one.look(shrink=times, row=times % 7) for times in (1, 30, 100) * 4],
     )

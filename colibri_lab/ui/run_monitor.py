@@ -1,14 +1,9 @@
-"""The run monitor: text, hit rate, time per stage and the experts in memory, moving while the model generates.
-
-Callbacks may come on any thread, several at a time: JupyterLab delivers them beside a running cell. One lock guards
-the widgets and everything they show; it is never held while the engine computes or a thread is joined.
-"""
+"""The run monitor: text, hit rate, time per stage and the experts in memory, moving while the model generates."""
 
 from __future__ import annotations
 
 import html
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import ipywidgets as W
@@ -19,7 +14,6 @@ from ..config import SETTINGS, resolve
 from ..errors import ColibriError, SettingError
 from ..telemetry import stage_table, step_table
 from . import frames, plots
-from .live import live_plot
 from .runner import Runner
 from .runs import (
     Job,
@@ -32,11 +26,11 @@ from .runs import (
     summary_row,
     verdict,
 )
-from .theme import CSS, LIGHT, bytes_text
+from .theme import bytes_text
+from .view import View, labelled, line
 
 PROMPT = "def read_lines(path):"
 EMPTY = "no run yet: press Start"
-STOP_WITHIN_S = 30.0
 SETTLED = 100  # steps after which the time axis no longer shrinks: the first ones are slow, and few
 
 
@@ -52,7 +46,7 @@ def run_monitor(
     return RunMonitor(lab, prompt, live, rerun_tokens, **generate)
 
 
-class RunMonitor(W.VBox):
+class RunMonitor(View):
     """Live view of a `Lab`; see `run_monitor`. Naming it in a cell shows it.
 
     `state` is "empty", "running", "done", "stopped" or "error" (then `error` is the exception and the last picture
@@ -60,48 +54,32 @@ class RunMonitor(W.VBox):
     """
 
     def __init__(self, lab, prompt: str | None = None, live: str = "auto", rerun_tokens: int | None = None, **generate):
+        super().__init__(Runner(lab, self), [230] * 4, live)  # hit rate, residency, latency, share
         self.lab = lab
-        self._runner = Runner(lab, self)  # first: ipywidgets closes even what was never finished
-        self.state = "empty"
-        self.error: BaseException | None = None
         self.runs: list[MonitorRun] = []
         self.run: MonitorRun | None = None
         self._before: MonitorRun | None = None  # shown again when the next run yields nothing
         self.kept: MonitorRun | None = None
         self._generate = resolve(generate, "generate")
         self.rerun_tokens = None if rerun_tokens is None else SETTINGS["max_tokens"].check(rerun_tokens)
-        self._lock = threading.RLock()
-        self._quiet = False  # True while code, not a reader, moves a control
         self._painted: tuple = ()
         self._cut: tuple = (None, 0, None)  # the kept run, a number of tokens, and so much of it
         self._top_ms = 0.0
-        self._panels = [live_plot(live) for _ in range(4)]  # hit rate, residency, latency, share
-        self.interval_s = self._panels[0].interval_s
         self._make_controls(PROMPT if prompt is None else prompt)
-        super().__init__(self._arrange(), layout=W.Layout(width="100%", max_width="1250px"))
-        self.add_class("colibri")
         self._paint(force=True)
 
     def start(self, _=None) -> None:
         """Run what the controls say, in the background; the newest request wins over one that still runs."""
         with self._lock:
             job = self._wanted()
-        self._runner.submit(job)
-
-    def stop(self, _=None) -> bool:
-        """End the run after its current step and wait for that. True when nothing runs any more."""
-        return self._runner.stop(STOP_WITHIN_S)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the background run has ended. True when it has."""
-        return self._runner.wait(timeout_s)
+        self._worker.submit(job)
 
     def run_again(self, _=None) -> None:
         """Repeat the run on show exactly, for the spread of its speed; like `start` when there is none."""
         with self._lock:
             job = self.run.job if self.run else self._wanted()
             self._set_controls(job)
-        self._runner.submit(job)
+        self._worker.submit(job)
 
     def run_once(self, **changes) -> MonitorRun:
         """Run now, in this thread, and return the run; needs no front end.
@@ -114,7 +92,7 @@ class RunMonitor(W.VBox):
             job = self._changed(self._wanted(), changes)
             self._generate = job.generate
             self._set_controls(job)
-        return self._runner.run(job)
+        return self._worker.run(job)
 
     def keep(self, _=None) -> None:
         """Make the run on show the grey one, which later runs are compared with."""
@@ -122,11 +100,6 @@ class RunMonitor(W.VBox):
             if self.run is not None and len(self.run.decode):
                 self.kept = self.run
                 self._paint(force=True)
-
-    def close(self) -> None:
-        """Stop, and free the widgets."""
-        self.stop()
-        super().close()
 
     @property
     def data(self) -> dict[str, pd.DataFrame]:
@@ -155,7 +128,7 @@ class RunMonitor(W.VBox):
         if run is None or not run.steps:
             raise ColibriError("run_monitor: nothing to draw yet; press Start or call run_once()")
         picture = plots.run_summary(run, kept)
-        picture.suptitle(self._title(run), x=0.01, ha="left", fontsize=10)
+        picture.suptitle(self._about(run), x=0.01, ha="left", fontsize=10)
         picture.supxlabel("\n".join(filter(None, (verdict(run), comparison(run, kept)))), x=0.01, ha="left", fontsize=9)
         if path is not None:
             picture.savefig(path)
@@ -165,7 +138,6 @@ class RunMonitor(W.VBox):
 
     def begun(self, run: MonitorRun) -> None:
         with self._lock:
-            self.error = None
             self._before = self.run if self.run is not None and self.run.steps else self._before
             self.run, self._top_ms = run, 0.0
             self._enter("running", "reading the prompt …")
@@ -191,16 +163,11 @@ class RunMonitor(W.VBox):
 
     def failed(self, run: MonitorRun, error: BaseException) -> None:
         with self._lock:
-            self.error = error
             if not run.steps:
                 self.run = self._before
             with suppress(Exception):  # the error may be the painter's own, and is on its way up already
                 self._paint(force=True)
-            if isinstance(error, KeyboardInterrupt):
-                self._enter("stopped", "interrupted")
-            else:
-                what = str(error) if isinstance(error, ColibriError) else f"{type(error).__name__}: {error}"
-                self._enter("error", f"{what} – the last picture stays. Change a control or press Start.")
+            self._failed(error)
 
     # Controls
 
@@ -208,61 +175,40 @@ class RunMonitor(W.VBox):
         settings, config = self.lab.settings, self.lab.config
         layers = len(config.moe_layers) if settings.get("scope") == "global" else 1
         most = config.num_experts * layers
-        wide = {"layout": W.Layout(width="auto"), "style": {"description_width": "52px"}}
         self.slots = W.IntSlider(
-            min(settings["expert_cache_slots"], most), 1, most, description="slots",
-            tooltip="slots of the expert cache; one slot holds one expert in memory", **wide,
+            min(settings["expert_cache_slots"], most), 1, most,
+            **labelled("slots", "slots of the expert cache; one slot holds one expert in memory", 52),
         )  # fmt: skip
         self.policy = W.Dropdown(
-            options=SETTINGS["policy"].choices, value=settings["policy"], description="policy",
-            tooltip="which resident expert leaves when a slot is needed", **wide,
+            options=SETTINGS["policy"].choices, value=settings["policy"],
+            **labelled("policy", "which resident expert leaves when a slot is needed", 52),
         )  # fmt: skip
         self.tokens = W.BoundedIntText(
-            self._generate["max_tokens"], 1, 1_000_000, description="tokens",
-            tooltip="most tokens to generate in a run", **wide,
-        )  # fmt: skip
-        self.prompt = W.Textarea(prompt, rows=2, description="prompt", tooltip="the text to continue", **wide)
-        self.token = W.IntSlider(
-            0, 0, 0, description="step", tooltip="the step whose experts are shown; step 0 reads the prompt", **wide
+            self._generate["max_tokens"], 1, 1_000_000, **labelled("tokens", "most tokens to generate in a run", 52)
         )
-        buttons = {
-            "Start": (self.start, "play", "run with these settings, from a cold cache"),
-            "Stop": (self.stop, "stop", "end the run after its current step"),
-            "Run again": (self.run_again, "repeat", "repeat the run on show, for the spread of its speed"),
-            "Keep": (self.keep, "thumb-tack", "keep the run on show in grey, to compare later runs with it"),
-            "Copy settings": (self._on_copy, "copy", "this run as a command line and as Python"),
-        }
-        self.buttons = {}
-        for name, (action, icon, tip) in buttons.items():
-            button = W.Button(description=name, icon=icon, tooltip=tip, layout=W.Layout(width="auto", flex="1 1 auto"))
-            button.on_click(action)
-            self.buttons[name] = button
-        self._code = W.Textarea(rows=5, disabled=False, layout=W.Layout(width="100%", display="none"))
-        self._head, self._text, self._counters, self._memory, self._message, self._verdict = (
-            W.HTML(layout=W.Layout(margin="0", width="auto")) for _ in range(6)
+        self.prompt = W.Textarea(prompt, rows=2, **labelled("prompt", "the text to continue", 52))
+        about = "the step whose experts are shown; step 0 reads the prompt"
+        self.token = W.IntSlider(0, 0, 0, **labelled("step", about, 52))
+        run = self._row(
+            {
+                "Start": (self.start, "play", "run with these settings, from a cold cache"),
+                "Stop": (self.stop, "stop", "end the run after its current step"),
+            }
         )
+        after = self._row(
+            {
+                "Run again": (self.run_again, "repeat", "repeat the run on show, for the spread of its speed"),
+                "Keep": (self.keep, "thumb-tack", "keep the run on show in grey, to compare later runs with it"),
+                "Copy settings": (self._on_copy, "copy", "this run as a command line and as Python"),
+            }
+        )
+        self._text, self._counters, self._memory = line(), line(), line()
         self._memory.value = self._memory_html()
         self.slots.observe(self._on_cache, "value")
         self.policy.observe(self._on_cache, "value")
         self.token.observe(self._on_token, "value")
-
-    def _arrange(self) -> list[W.Widget]:
-        row = W.Layout(display="flex", flex_flow="row wrap", width="auto")
-        first, second = list(self.buttons.values())[:2], list(self.buttons.values())[2:]
-        left = W.VBox(
-            [
-                self._text, self._counters, W.Box(first, layout=row), W.Box(second, layout=row),
-                self.slots, self._memory, self.policy, self.tokens, self.prompt,
-            ],
-            layout=W.Layout(flex="0 0 292px", width="292px", margin="0 12px 0 0"),
-        )  # fmt: skip
-        grid = W.Layout(grid_template_columns="minmax(0, 1.35fr) minmax(0, 1fr)", grid_gap="6px 10px", width="100%")
-        right = W.VBox(
-            [W.GridBox(self._panels, layout=grid), self.token],
-            layout=W.Layout(flex="1 1 0", min_width="0", width="auto"),
-        )
-        style = W.HTML(CSS, layout=W.Layout(display="none"))
-        return [style, self._head, W.HBox([left, right]), self._verdict, self._message, self._code]
+        controls = [self.slots, self._memory, self.policy, self.tokens, self.prompt]
+        self._arrange([self._text, self._counters, run, after, *controls], under=[self.token], left_column=1.35)
 
     def _wanted(self) -> Job:
         """What the controls say."""
@@ -279,15 +225,6 @@ class RunMonitor(W.VBox):
         policy = SETTINGS["policy"].check(changes.get("policy", job.policy))
         return Job(changes.get("prompt", job.prompt), slots, policy, resolve(job.generate | rest, "generate"))
 
-    @contextmanager
-    def _silently(self):
-        """Move controls without starting a run. The lock must be held."""
-        self._quiet = True
-        try:
-            yield
-        finally:
-            self._quiet = False
-
     def _set_controls(self, job: Job) -> None:
         with self._silently():
             self.slots.value, self.policy.value, self.prompt.value = job.slots, job.policy, job.prompt
@@ -302,29 +239,14 @@ class RunMonitor(W.VBox):
             job = self._wanted()
         if self.rerun_tokens is not None:
             job = job.at_most(self.rerun_tokens)
-        self._runner.submit(job)
+        self._worker.submit(job)
 
     def _on_token(self, _) -> None:
         with self._lock:
             if not self._quiet:
                 self._paint(force=True)
 
-    def _on_copy(self, _) -> None:
-        text = self.code()
-        with self._lock:
-            self._code.value = text
-            self._code.layout.display = "none" if self._code.layout.display is None else None
-            self._panels[0].copy(text)
-
     # Showing. The lock is held.
-
-    def _enter(self, state: str, text: str) -> None:
-        self.state = state
-        running = state == "running"
-        stop = self.buttons["Stop"]
-        stop.style.button_color, stop.style.text_color = (LIGHT["miss"], "white") if running else (None, None)
-        look = "colibri-error" if state == "error" else ""
-        self._message.value = f'<p class="{look}" role="status">{html.escape(text)}</p>'
 
     def _paint(self, force: bool = False) -> None:
         """Show what has arrived since the last time."""
@@ -342,12 +264,15 @@ class RunMonitor(W.VBox):
             step = self._follow(count)
             token = None if run is None else run.token_at(step)
             cursor = None if step == count - 1 else token
-            hit, grid, latency, share = self._panels
-            hit.show(frames.hit_rate(source, kept, tokens, cursor, empty))
-            grid.show(self._grid(run, step, token, empty))
-            latency.show(frames.stage_latency(source, kept, tokens, top_ms, cursor, empty))
-            share.show(frames.stage_share(source, kept, empty))
-            self._say(run, kept)
+            self._show(
+                (
+                    frames.hit_rate(source, kept, tokens, cursor, empty),
+                    self._grid(run, step, token, empty),
+                    frames.stage_latency(source, kept, tokens, top_ms, cursor, empty),
+                    frames.stage_share(source, kept, empty),
+                )
+            )
+            self._tell(run, kept)
 
     def _kept_beside(self, run: MonitorRun | None) -> MonitorRun | None:
         """As much of the kept run as `run` was asked for; None when there is none or `run` is the kept one."""
@@ -376,11 +301,11 @@ class RunMonitor(W.VBox):
                 self.token.value = last if follow else self.token.value
         return self.token.value
 
-    def _say(self, run: MonitorRun | None, kept: MonitorRun | None) -> None:
+    def _tell(self, run: MonitorRun | None, kept: MonitorRun | None) -> None:
         prompt = html.escape(run.prompt if run else self.prompt.value)
         text = html.escape(run.text) if run else ""
         self._text.value = f'<div class="colibri-text" tabindex="0"><pre><b>{prompt}</b>{text}</pre></div>'
-        self._head.value = f"<p><b>Run monitor</b> &nbsp; {html.escape(self._title(run))}</p>"
+        self._title("Run monitor", self._about(run))
         self._counters.value = _counters_html(run, self.runs)
         if run is None:
             said = ["No run yet: press Start, or move a control. Every run starts from a cold cache."]
@@ -388,12 +313,11 @@ class RunMonitor(W.VBox):
             said = ["Reading the prompt …"]
         else:
             said = [verdict(run), comparison(run, kept)]
-        lines = "".join(f'<p class="colibri-verdict">{html.escape(s)}</p>' for s in said if s)
-        self._verdict.value = f'<div class="colibri-said">{lines}</div>'
+        self._say(said)
         if self.state == "running" and run is not None and run.stop_reason is None:
-            self._message.value = f"<p>token {len(run.tokens)} of {run.job.generate['max_tokens']} …</p>"
+            self._enter("running", f"token {len(run.tokens)} of {run.job.generate['max_tokens']} …")
 
-    def _title(self, run: MonitorRun | None) -> str:
+    def _about(self, run: MonitorRun | None) -> str:
         s = run.settings if run else self.lab.settings
         where = "slots in all" if s.get("scope") == "global" else "slots per layer"
         parts = [self.lab.name, f"{s['expert_cache_slots']} {where}", s["policy"]]
