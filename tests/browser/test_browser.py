@@ -350,7 +350,7 @@ def test_kernels(served, page, tmp_path):
     assert kinds.count("canvas") == 4 and kinds.count("img") >= 8 and blank(page) == [], shoot(page, tmp_path, "blank")
 
     press(page, output(page, "degree"), "degree", "ArrowRight ArrowLeft")
-    view = output(page, "Measure")
+    view = output(page, "Kernel bench")
     before = view.locator("img").first.get_attribute("src")
     view.locator("select").nth(1).select_option("fp16")
     view.locator("button").filter(has_text="Measure").click()
