@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from colibri_lab.errors import ColibriError
 from colibri_lab.ui.newest import Newest
 
 
@@ -70,6 +71,30 @@ def test_waiting_from_inside_does_not_wait_for_itself():
     worker = Newest(lambda job, stale: answers.append(worker.wait(60)), "test-newest")
     worker.submit(1)
     assert worker.wait(60) and answers == [False]
+
+
+def test_running_from_inside_is_refused_instead_of_waiting_for_itself():
+    worker = Newest(lambda job, stale: worker.run(2), "test-newest")
+    with pytest.raises(ColibriError, match="from inside its own run"):
+        worker.run(1)
+    assert worker.wait(60)
+
+
+def test_what_runs_is_interrupted_when_something_newer_comes_and_only_then():
+    begun, interrupted = threading.Event(), []
+
+    def serve(job, stale):
+        begun.set()
+        while job == "old" and not stale():
+            pass
+
+    worker = Newest(serve, "test-newest", interrupt=lambda: interrupted.append(worker.more))
+    worker.submit("old")
+    assert begun.wait(60)
+    worker.submit("new")
+    assert worker.wait(60) and interrupted == [True]  # the new one was there already
+    worker.stop()
+    assert interrupted == [True]
 
 
 def test_after_a_timeout_wait_says_so():
