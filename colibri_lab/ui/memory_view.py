@@ -16,7 +16,7 @@ from .memory_frames import PoolState
 from .plots import Picture
 from .run_monitor import PROMPT
 from .runner import Runner
-from .runs import Job, MonitorRun, cli_line, python_lines
+from .runs import Job, MonitorRun, code_of
 from .theme import bytes_text
 from .view import View, labelled, line, picture
 
@@ -87,16 +87,15 @@ class MemoryMap(View):
         """The run that Start would make, as a CLI line and as Python."""
         with self._lock:
             job = self._wanted()
-        settings = dict(self.lab.settings)
-        return f"{cli_line(self.lab.name, job, settings)}\n\n{python_lines(self.lab.name, job, settings)}"
+        return code_of(self.lab, job, dict(self.lab.settings))
 
     def png(self, path: str | Path | None = None) -> Picture:
         """The view as a static picture with its verdict, written to `path` if given. `ColibriError` before any run."""
         with self._lock:
             if self.run is None or not self.run.steps:
                 raise ColibriError("memory_map: nothing to draw yet; press Start or call run_once()")
-            frames, said = self._frames(), [self._said()]
-        return picture(frames, said, path)
+            shown, said = self._frames(), [self._said()]
+        return picture(shown, said, path)
 
     # Told by the runner, on its thread.
 

@@ -19,11 +19,11 @@ from ..engine.generate import Run
 from ..errors import ColibriError, SettingError, did_you_mean
 from ..telemetry import stage_table, step_table
 from ..units import parse_size
-from . import frames, profile_frames, runs
+from . import frames, profile_frames
 from .frames import Frame
 from .newest import Newest
 from .plots import Picture
-from .runs import Job
+from .runs import Job, code_of
 from .theme import bytes_text
 from .view import View, labelled, line, picture
 
@@ -104,19 +104,16 @@ class ProfileView(View):
         """What the controls say as a CLI line and as Python."""
         with self._lock:
             settings, prompt, generate = self._wanted()
-        slots = settings["expert_cache_slots"]
-        job = Job(prompt, slots, self.lab.settings["policy"], generate)
-        model = self.lab.name if Path(self.lab.path).parent.name == "containers" else str(self.lab.path)
-        given = dict(self.lab.settings) | settings
-        return f"{runs.cli_line(model, job, given)}\n\n{runs.python_lines(model, job, given)}"
+        job = Job(prompt, settings["expert_cache_slots"], self.lab.settings["policy"], generate)
+        return code_of(self.lab, job, dict(self.lab.settings) | settings)
 
     def png(self, path: str | Path | None = None) -> Picture:
         """The view as a static picture, written to `path` if given. `ColibriError` before any run."""
         with self._lock:
             if self.run is None or not self.run.steps:
                 raise ColibriError("profile_view: nothing to draw yet; press Start or call run_once()")
-            frames, said, title = [self._frame(at) for at in ALL], self._said(), self._about(self.run)
-        return picture(frames, said, path, title)
+            shown, said, title = [self._frame(at) for at in ALL], self._said(), self._about(self.run)
+        return picture(shown, said, path, title)
 
     # The worker
 

@@ -18,10 +18,9 @@ from .runner import Runner
 from .runs import (
     Job,
     MonitorRun,
-    cli_line,
+    code_of,
     comparison,
     memory_text,
-    python_lines,
     speed_text,
     summary_row,
     verdict,
@@ -118,8 +117,7 @@ class RunMonitor(View):
         """The run on show, or the one that Start would make, as a CLI line and as Python."""
         with self._lock:
             job = self.run.job if self.run else self._wanted()
-        model, settings = _model_argument(self.lab), dict(self.lab.settings)
-        return f"{cli_line(model, job, settings)}\n\n{python_lines(model, job, settings)}"
+        return code_of(self.lab, job, dict(self.lab.settings))
 
     def png(self, path: str | Path | None = None) -> plots.Picture:
         """The view as a static picture with its verdict, written to `path` if given. `ColibriError` before any run."""
@@ -328,12 +326,6 @@ class RunMonitor(View):
     def _memory_html(self) -> str:
         layers, scope = len(self.lab.config.moe_layers), self.lab.settings.get("scope", "layer")
         return f"<p>{memory_text(self.slots.value, self.lab.slot_bytes, layers, scope)}</p>"
-
-
-def _model_argument(lab) -> str:
-    """What to give `cl.open` for this model: its name when it is the converted copy of a checkpoint, else its path."""
-    path = Path(lab.path)
-    return lab.name if path.parent.name == "containers" else str(path)
 
 
 def _counters_html(run: MonitorRun | None, runs: list[MonitorRun]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -226,6 +227,13 @@ def speed_text(run: MonitorRun, runs: Sequence[MonitorRun]) -> str:
         return f"{now:.0f} tokens/s (n = 1)"
     spread = 100 * (max(speeds) - min(speeds)) / np.mean(speeds)
     return f"{np.median(speeds):.0f} tokens/s (n = {len(speeds)}, spread {spread:.0f} %)"
+
+
+def code_of(lab, job: Job, settings: dict) -> str:
+    """The run as a command line and as Python; a model converted from a checkpoint goes by its name."""
+    path = Path(lab.path)
+    model = lab.name if path.parent.name == "containers" else str(path)
+    return f"{cli_line(model, job, settings)}\n\n{python_lines(model, job, settings)}"
 
 
 def cli_line(model: str, job: Job, settings: dict) -> str:
