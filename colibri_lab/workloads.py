@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 
 import numpy as np
@@ -48,7 +49,7 @@ class Workload:
 
 
 class _Weights:
-    """`copies` sets of matrices of the given shapes in one number format, side by side in memory.
+    """`copies` sets of matrices of the given shapes in one number format, side by side in memory once that is asked for.
 
     Values are random with a standard deviation of about 1 / sqrt(columns), so that products stay of order 1. Large sets
     are all alike, which saves time and costs the kernels nothing. `seed(copy, matrix)` seeds a matrix.
@@ -56,18 +57,23 @@ class _Weights:
 
     def __init__(self, format: str, shapes: list[tuple[int, int]], copies: int | None = None, seed=lambda *at: at):
         specs = {str(i): Spec(shape, "expert") for i, shape in enumerate(shapes)}
-        table, self.set_bytes = binfile.plan_table(specs, dict.fromkeys(specs, format))
-        self.copies = copies or max(2, POOL_BYTES // self.set_bytes)
+        self._table, self.set_bytes = binfile.plan_table(specs, dict.fromkeys(specs, format))
+        self._seed, self.copies = seed, copies or max(2, POOL_BYTES // self.set_bytes)
+        self.nbytes = sum(sum(packing.part_sizes(shape, format, "rows16")) for shape in shapes)
+        self.places = np.array([descriptor(entry) for entry in self._table], np.int64)
+
+    @cached_property
+    def memory(self) -> np.ndarray:
+        """uint8 (copies, set_bytes), aligned to 64 bytes."""
         raw = np.zeros(self.copies * self.set_bytes + 64, np.uint8)
         start = -raw.__array_interface__["data"][0] % 64
-        self.memory = raw[start : start + self.copies * self.set_bytes].reshape(self.copies, self.set_bytes)
-        different = self.copies if self.memory.nbytes <= 4_000_000 else 1
+        memory = raw[start : start + self.copies * self.set_bytes].reshape(self.copies, self.set_bytes)
+        different = self.copies if memory.nbytes <= 4_000_000 else 1
         for copy in range(different):
-            for i, entry in enumerate(table):
-                _fill(binfile.tensor_view(self.memory[copy], entry), np.random.default_rng(seed(copy, i)))
-        self.memory[different:] = self.memory[0]
-        self.nbytes = sum(sum(packing.part_sizes(shape, format, "rows16")) for shape in shapes)
-        self.places = np.array([descriptor(entry) for entry in table], np.int64)
+            for i, entry in enumerate(self._table):
+                _fill(binfile.tensor_view(memory[copy], entry), np.random.default_rng(self._seed(copy, i)))
+        memory[different:] = memory[0]
+        return memory
 
 
 def _fill(tensor: binfile.Tensor, rng: np.random.Generator) -> None:
@@ -186,10 +192,11 @@ def attention(
     """Grouped-query attention of `tokens` behind `past` others, keys and values in float32."""
     pages = -(-(past + tokens) // page_size)
     table, q = np.arange(pages, dtype=np.int32), _noise(tokens, heads, head_dim)
-    k, v = (_noise(pages, page_size, kv_heads, head_dim) for _ in range(2))
     out = np.empty_like(q)
 
     def bind(module, threads):
+        k, v = (_noise(pages, page_size, kv_heads, head_dim) for _ in range(2))
+
         def once():
             module.attend(q, k, v, table, past, 0, head_dim**-0.5, out, threads)
             return out

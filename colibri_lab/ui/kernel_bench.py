@@ -18,7 +18,7 @@ from .plots import Picture
 from .roofline import roofline
 from .view import View, beside, labelled
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EMPTY = "nothing measured yet: press Measure, or replace a text of the kernel and press Try"
 CONTROLS = ("kernel", "format", "int8_activations", "tokens", "threads")
 _WITH_FORMAT = ("gemm", "ffn")
@@ -43,6 +43,7 @@ class KernelBench(View):
 
     def __init__(self, kernel: str = "gemm", rounds: int = 5, **options):
         super().__init__(Newest(self._serve, "colibri-kernel-bench"), [])
+        self._painter = Newest(lambda _, stale: self._draw(None), "colibri-kernel-bench-painter")
         self.rounds, self.trial = rounds, None
         self._rows: list[dict] = []
         self._works: dict[str, Workload] = {}
@@ -62,28 +63,41 @@ class KernelBench(View):
 
         `changes` set controls first; tokens may be a tuple. Raises `SettingError` for what they cannot be.
         """
-        with self._lock:
+        with self._lock, self._silently():
             self._set(changes)
             kernel, threads, options = self._wanted()
         return self._worker.run(lambda: self._measure(workloads(kernel, **options), threads))
 
     def try_edit(self, edits: dict[str, str], **changes) -> Trial:
         """Try an edit, now and in this thread; raises as `colibri_lab.try_edit` does, and then nothing has changed."""
-        with self._lock:
+        with self._lock, self._silently():
             self._set(changes)
             kernel, threads, options = self._wanted()
         return self._worker.run(lambda: self._try(kernel, edits, threads, options))
 
+    def stop(self, _=None) -> bool:
+        return super().stop() and self._painter.stop()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return super().wait(timeout_s) and self._painter.wait(timeout_s)
+
     def png(self) -> Picture:
-        """The roofline with the points of this number of threads. `ColibriError` before any measurement."""
+        """The roofline with the points of this number of threads, and where the work on the controls meets it.
+
+        `ColibriError` before any measurement.
+        """
         with self._lock:
-            threads = self.threads.value
-            rows = [row for row in self._rows if row["threads"] == threads and row["kernel"] == self.kernel.value]
+            kernel, threads, options = self._wanted()
+            rows = [row for row in self._rows if row["threads"] == threads and row["kernel"] == kernel]
             if not rows:
                 raise ColibriError("kernel_bench: nothing to draw yet; press Measure or call measure()")
             table = pd.DataFrame(rows)
             works = [self._works[case] for case in table.case.unique()]
-            return roofline(self._limits[threads], table, works)
+            try:
+                (chosen,) = workloads(kernel, **options | {"tokens": self.tokens.value})
+            except SettingError:  # as int8 activations for weights without scales, which Measure will refuse
+                chosen = None
+            return roofline(self._limits[threads], table, works, chosen)
 
     # The work
 
@@ -145,9 +159,9 @@ class KernelBench(View):
         about = "compile the edit, check it, and time old against new"
         edit = self._row({"Try": (self._on_try, "flask", about)})
         self._image = W.Image(format="png", layout=W.Layout(width="100%", display="none"))
-        for control in (self.kernel, self.threads):
-            control.observe(lambda _: self._draw(None), "value")
         self._set({"kernel": kernel, **options})
+        for name in CONTROLS:
+            getattr(self, name).observe(self._on_control, "value")
         given = [self.kernel, self.format, self.int8_activations, self.tokens, self.threads]
         self._fill([beside([*given, measure, self.old, self.new, edit], [self._image])])
         self.layout.max_width = "1000px"
@@ -171,6 +185,11 @@ class KernelBench(View):
         if kernel in _WITH_FORMAT:
             options |= {"format": self.format.value, "int8_activations": self.int8_activations.value}
         return kernel, self.threads.value, options
+
+    def _on_control(self, _) -> None:
+        with self._lock:
+            if not self._quiet:
+                self._painter.submit(None)
 
     def _on_measure(self, _) -> None:
         self._press(lambda kernel, threads, options: self._measure(workloads(kernel, **options), threads))

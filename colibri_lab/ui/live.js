@@ -166,7 +166,10 @@ function bars(g, W, H, spec, at, ui) {
   const m = spec.shape[0];
   g.font = FONT;
   const names = Math.max(...spec.series.map((s) => g.measureText(s.label).width)) + 12;
-  const narrow = W < 290, left = Math.min(Math.max(names, 60), 0.5 * W), box = { x: left, y: 26, w: W - left - (narrow ? 38 : 86) };
+  const narrow = W < 290, left = Math.min(Math.max(names, 60), 0.5 * W);
+  const texts = spec.series.map((_, i) => (spec.texts[i] || "")).map((text) => (narrow ? text.split(" · ")[0] : text));  // "41 % · 2.1 ms"
+  const room = Math.max(narrow ? 38 : 86, ...texts.map((text) => g.measureText(text).width + 10));
+  const box = { x: left, y: 26, w: W - left - room };
   box.h = H - box.y - 38;
   const { px } = axes(g, box, spec, ui.ink, ui.rule, { yTicks: false });
   const step = box.h / m;
@@ -182,9 +185,8 @@ function bars(g, W, H, spec, at, ui) {
       g.beginPath(); g.moveTo(px(kept), y + 1); g.lineTo(px(kept), y + step - 1); g.stroke();
       right = Math.max(w, px(kept) - box.x);
     }
-    g.fillStyle = ui.ink; g.textAlign = "left"; 
-    const text = spec.texts[i] || "";  // "41 % · 2.1 ms"
-    g.fillText(narrow ? text.split(" · ")[0] : text, box.x + right + 5, y + step / 2);
+    g.fillStyle = ui.ink; g.textAlign = "left";
+    g.fillText(texts[i], box.x + right + 5, y + step / 2);
   }
   g.strokeStyle = ui.ink; g.lineWidth = 1;
   g.beginPath(); g.moveTo(box.x, box.y); g.lineTo(box.x, box.y + box.h); g.stroke();
@@ -227,25 +229,40 @@ function columns(g, W, H, spec, at, ui) {
   g.restore();
 }
 
-function gridBox(W, H, spec) {
-  const box = { x: 40, y: 42, w: W - 48 };
+// Where each name of a grid's states goes: in one row, if need be by its first word, else in several.
+function swatches(g, W, left, series) {
+  g.font = FONT;
+  const wide = (name) => g.measureText(name).width + 24, sum = (names) => names.reduce((w, name) => w + wide(name), 0);
+  let names = series.map((s) => s.label);
+  if (sum(names) > W - 8) names = names.map((name) => name.split(/[ ,]/)[0]);
+  const start = Math.max(8, Math.min(left, W - sum(names)));
+  let x = start, row = 0;
+  const places = names.map((name) => {
+    if (x > start && x + wide(name) - 8 > W) { x = start; row += 1; }
+    x += wide(name);
+    return { name, x: x - wide(name), row };
+  });
+  return { places, rows: row + 1 };
+}
+
+function gridBox(g, W, H, spec) {
+  g.font = FONT;
+  const x = Math.max(40, 24 + Math.max(0, ...spec.rows.map((name) => g.measureText(name).width)));
+  const legend = swatches(g, W, x, spec.series), box = { x, y: 26 + 16 * legend.rows, w: W - x - 8 };
   box.h = H - box.y - 38;
-  return { ...box, cw: box.w / spec.shape[2], ch: box.h / spec.shape[1] };
+  return { ...box, cw: box.w / spec.shape[2], ch: box.h / spec.shape[1], places: legend.places };
 }
 
 // Layers × experts: 0 absent, 1 resident, 2 used now, 3 missed (also a cross).
 function grid(g, W, H, spec, at, ui, cell) {
-  const [, L, E] = spec.shape, box = gridBox(W, H, spec);
+  const [, L, E] = spec.shape, box = gridBox(g, W, H, spec);
   const colors = [ui.absent, ...spec.series.map((s) => s.color[ui.dark])];
   g.font = FONT; g.textBaseline = "middle"; g.textAlign = "left";
-  const full = spec.series.map((s) => s.label), widths = (names) => g.measureText(names.join("")).width + 24 * names.length;
-  const names = widths(full) < W - 8 ? full : full.map((name) => name.split(/[ ,]/)[0]);
-  let x = Math.max(8, Math.min(box.x, W - widths(names)));
-  spec.series.forEach((s, i) => {
-    g.fillStyle = colors[i + 1]; g.fillRect(x, 27, 10, 10);
-    if (i === 2) cross(g, x, 27, 10, 10, ui);
-    g.fillStyle = ui.ink; g.fillText(names[i], x + 14, 32);
-    x += g.measureText(names[i]).width + 24;
+  box.places.forEach(({ name, x, row }, i) => {
+    const y = 27 + 16 * row;
+    g.fillStyle = colors[i + 1]; g.fillRect(x, y, 10, 10);
+    if (i === 2) cross(g, x, y, 10, 10, ui);
+    g.fillStyle = ui.ink; g.fillText(name, x + 14, y + 5);
   });
   for (let l = 0; l < L; l++) for (let e = 0; e < E; e++) {
     const state = at(l * E + e), cx = box.x + e * box.cw, cy = box.y + l * box.ch;
@@ -355,7 +372,7 @@ function render({ model, el }) {
       cell = [Math.min(L - 1, Math.max(0, l + by[0])), Math.min(E - 1, Math.max(0, e + by[1]))];
       event.preventDefault(); event.stopPropagation();
     } else {
-      const r = canvas.getBoundingClientRect(), box = gridBox(canvas.clientWidth, height, spec);
+      const r = canvas.getBoundingClientRect(), box = gridBox(canvas.getContext("2d"), canvas.clientWidth, height, spec);
       const l = Math.floor((event.clientY - r.top - box.y) / box.ch), e = Math.floor((event.clientX - r.left - box.x) / box.cw);
       cell = l >= 0 && l < L && e >= 0 && e < E ? [l, e] : null;
     }

@@ -233,7 +233,7 @@ class MatrixExplorer(View):
         about = "the row whose codes are drawn"
         self.shown_row = W.IntSlider(0, 0, len(self.w) - 1, **labelled("row", about, LABEL_PX))
         self._cost = line()
-        self._arrange([self.format, self.shrink, self.shown_row, self._cost])
+        self._arrange([self.shown_row, self.format, self.shrink, self._cost])
         self._title("One matrix in few bits")
         for control in (self.format, self.shrink, self.shown_row):
             control.observe(self._on_control, "value")

@@ -26,13 +26,14 @@ _VERSIONS = {
 }
 
 
-def roofline(limits: Limits, table: pd.DataFrame, works: list[Workload]) -> Picture:
+def roofline(limits: Limits, table: pd.DataFrame, works: list[Workload], chosen: Workload | None = None) -> Picture:
     """Points of `table` (case, version, GOP_per_s, share_of_bound; from a `Trial`) under the roofs of `limits`.
 
-    `works` are the workloads whose labels are the cases; they give the intensities.
+    `works` are the workloads whose labels are the cases; they give the intensities. `chosen` is work that may not have been
+    measured yet: an upright shows where it meets the roof.
     """
     intensity = {work.label: work.intensity for work in works}
-    integer = any(work.integer for work in works)
+    integer = any(work.integer for work in [*works, *([chosen] if chosen else [])])
     common, short = _shortened(list(intensity))
     figure = Picture((6.8, 4.2))
     ax = figure.add_subplot()
@@ -49,7 +50,7 @@ def roofline(limits: Limits, table: pd.DataFrame, works: list[Workload]) -> Pict
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(which="major", color=LIGHT["rule"], lw=0.7)
     ax.set_axisbelow(True)
-    span = [*intensity.values(), limits.peak(integer) / limits.bytes_per_s]
+    span = [*intensity.values(), *([chosen.intensity] if chosen else []), limits.peak(integer) / limits.bytes_per_s]
     x = np.geomspace(min(span) / 4, max(span) * 4, 200)
     _roofs(ax, limits, x, integer)
     for version, look in _VERSIONS.items():
@@ -67,9 +68,19 @@ def roofline(limits: Limits, table: pd.DataFrame, works: list[Workload]) -> Pict
         before = 0.0 if crowded else intensity[case]
     low = min(table.GOP_per_s.min() / 3, 1e-9 * limits.bytes_per_s * x[0])
     ax.set_ylim(low, max(2.2e-9 * limits.peak(integer), 1.5 * table.GOP_per_s.max()))
+    if chosen:
+        _mark_chosen(ax, limits, chosen, low)
     ax.legend(fontsize=FONT_PT, loc="upper left", framealpha=0.85)
     figure.supxlabel("\n".join(wrap(_sentence(table, short), 98)), fontsize=FONT_PT, x=0.01, ha="left")
     return figure
+
+
+def _mark_chosen(ax, limits: Limits, work: Workload, low: float) -> None:
+    most = 1e-9 * min(limits.bytes_per_s * work.intensity, limits.peak(work.integer))
+    ax.plot([work.intensity] * 2, [low, most], color=LIGHT["kept"], lw=1.4, ls=(0, (2, 2)), zorder=1)
+    left = work.intensity * limits.bytes_per_s > limits.peak(work.integer)  # of the ridge there is no roof to run into
+    ax.annotate(f"chosen: {work.label}", (work.intensity, low), (-5 if left else 5, 5), textcoords="offset points",
+                fontsize=FONT_PT, color=LIGHT["ink"], ha="right" if left else "left", va="bottom")  # fmt: skip
 
 
 def _shortened(labels: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -87,7 +98,7 @@ def _roofs(ax, limits: Limits, x: np.ndarray, integer: bool) -> None:
     for name, peak, style in peaks:
         ax.plot(x, np.minimum(slope, 1e-9 * peak), color=LIGHT["oracle"], lw=1.4, ls=style)
         ax.text(x[-1], 1.06e-9 * peak, f"{name}, {1e-9 * peak:.0f} GOP/s", fontsize=FONT_PT, ha="right", va="bottom")
-    ax.annotate(f"memory, {1e-9 * limits.bytes_per_s:.1f} GB/s", (x[12], slope[12]), (10, 0), textcoords="offset points",
+    ax.annotate(f"memory, {1e-9 * limits.bytes_per_s:.1f} GB/s", (x[2], slope[2]), (10, 0), textcoords="offset points",
                 fontsize=FONT_PT, ha="left", va="center")  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from colibri_lab.limits import Limits
 from colibri_lab.timing import Sample, Timing
 from colibri_lab.trial import Trial, workloads
 from colibri_lab.ui.kernel_bench import kernel_bench
+from colibri_lab.workloads import workload
 
 EDIT = {"float inverse = 1.0f /": "const float inverse = 1.0f /"}
 
@@ -59,6 +60,27 @@ def test_an_edit_shows_old_and_new_and_a_verdict(bench):
     assert "the same bits" in bench._verdict.value
     labels = [text.get_text() for text in bench.png().axes[0].get_legend().get_texts()]
     assert labels == ["old", "new"]
+
+
+def test_a_moved_control_shows_at_once_where_that_work_meets_the_roof(bench):
+    def chosen():
+        return next(text.get_text() for text in bench.png().axes[0].texts if text.get_text().startswith("chosen"))
+
+    bench.measure(tokens=(1, 8))
+    before = bench._image.value
+    bench.tokens.value = 64
+    assert bench.wait(60) and bench._image.value != before and chosen() == "chosen: 64 tokens"
+    work, lines = workload("norm", tokens=64), bench.png().axes[0].lines
+    assert [work.intensity] * 2 in [list(line.get_xdata()) for line in lines]
+    assert len(bench.data) == 2  # looking is not measuring
+
+
+def test_controls_that_do_not_go_together_choose_nothing(bench):
+    bench.measure(kernel="gemm", format="fp16", tokens=1)
+    assert any(text.get_text() == "chosen: fp16, 1 token" for text in bench.png().axes[0].texts)
+    bench.int8_activations.value = True
+    assert bench.wait(60) and bench._image.layout.display is None
+    assert not any(text.get_text().startswith("chosen") for text in bench.png().axes[0].texts)
 
 
 def test_a_broken_edit_shows_its_place_and_changes_nothing(bench):
