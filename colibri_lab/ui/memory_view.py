@@ -10,6 +10,7 @@ import pandas as pd
 
 from ..config import SETTINGS, resolve
 from ..engine.experiments import moves_of
+from ..engine.sizes import engine_sizes
 from ..errors import ColibriError, SettingError
 from . import memory_frames as frames
 from .memory_frames import PoolState
@@ -22,6 +23,7 @@ from .view import View, labelled, line, picture
 
 MOVES = 200  # takes and rewinds on show
 EMPTY = "nothing ran yet: press Start"
+PARTS = 1  # the panel of what is in memory beside what was planned
 
 
 def memory_map(lab, prompt: str | None = None, live: str = "auto", **generate) -> MemoryMap:
@@ -166,6 +168,7 @@ class MemoryMap(View):
             self._cost.value = f"<p>{self._slots_text()}</p>"
             if self._quiet:
                 return
+            self._panels[PARTS].show(frames.parts(self.pool, self._planned()))  # before the pool has been made anew
         self.start()
 
     # Looking and showing. The lock is held.
@@ -194,7 +197,10 @@ class MemoryMap(View):
         )  # fmt: skip
 
     def _planned(self) -> dict[str, int]:
-        z = self.lab.plan.sizes
+        """Bytes by part, with the slots that the control says."""
+        lab = self.lab
+        settings = lab.settings | {"expert_cache_slots": self.slots.value}
+        z = engine_sizes(lab.config, lab.slot_bytes, lab.container.blocks, settings)
         parts = {"slots": (z.slots + z.transient) * z.slot_bytes, "kv": z.kv_bytes, "arena": z.scratch_bytes}
         return {name: size for name, size in (parts | {"rotary": z.rotary_bytes}).items() if size}
 

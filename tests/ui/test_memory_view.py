@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
-from looking import together
+from looking import together, values_of
 
 import colibri_lab as cl
 from colibri_lab.engine import experiments
@@ -74,6 +76,20 @@ def test_slots_make_the_pool_anew_in_the_background(view, model):
     view.slots.value = 4
     assert view.wait(60) and view.state == "done"
     assert model.settings["expert_cache_slots"] == 4 and len(view.pool.tags) < before
+
+
+def test_a_moved_slider_shows_the_coming_plan_before_the_pool_is_made_anew(view, model, monkeypatch):
+    view.run_once()
+    go, configure = threading.Event(), model.configure
+    monkeypatch.setattr(model, "configure", lambda **settings: go.wait(60) and configure(**settings))
+    before = values_of(view._panels[1])[-1, 1]
+    view.slots.value = 4
+    shown, planned = values_of(view._panels[1])[-1, 1], view.data["plan"].set_index("part").planned_bytes
+    go.set()
+    assert shown < before and shown == pytest.approx(planned["slots"] / 1e6)
+    assert view.wait(60) and planned.equals(view.data["plan"].set_index("part").planned_bytes)
+    z = model.plan.sizes
+    assert planned["slots"] == (z.slots + z.transient) * z.slot_bytes
 
 
 def test_stop_and_errors_leave_the_last_picture(view, model, monkeypatch):
