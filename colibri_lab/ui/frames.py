@@ -33,13 +33,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """On a panel of lines: a point ("dot" or "star") at (x, y), or a dotted upright at x when y is None."""
+    """On a panel of lines: a point ("dot", "star" or "ring") at (x, y), or a dotted upright at x when y is None. The text stands below the point, or `above` it."""
 
     x: float
     y: float | None = None
     text: str = ""
     color: str = "ink"
     shape: str = "dot"
+    above: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +68,14 @@ class Frame:
     stride: int = 1  # tokens from one value to the next
     x: tuple[float, ...] = ()  # of lines: where each value stands, if not at multiples of `stride`
     marks: tuple[Mark, ...] = ()  # of lines
+    log: bool = False  # of lines: all numbers are powers of ten, and named so on the axes
     cursor: float | None = None  # the token that the grid shows
     empty: str = ""  # why there is nothing to see, and what to do
 
     def spec(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON for the browser."""
         fields = ("kind", "title", "xlabel", "ylabel", "xlim", "ylim", "texts", "rows", "note", "words", "level")
-        fields += ("stride", "x", "cursor", "empty")
+        fields += ("stride", "x", "cursor", "empty", "log")
         spec = {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in fields}
         series = [
             {"label": s.label, "color": both(s.color), "dash": list(s.dash), "width": s.width, "alpha": s.alpha}

@@ -15,7 +15,7 @@ from ..trial import Trial, compare, workloads
 from ..workloads import WORKLOADS, Workload
 from .newest import Newest
 from .plots import Picture
-from .roofline import roofline
+from .roofline import nothing, roofline, roofs, sentence
 from .view import View, beside, labelled
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -41,9 +41,8 @@ class KernelBench(View):
 
     _tag = "pre"  # compilers speak in lines
 
-    def __init__(self, kernel: str = "gemm", rounds: int = 5, **options):
-        super().__init__(Newest(self._serve, "colibri-kernel-bench"), [])
-        self._painter = Newest(lambda _, stale: self._draw(None), "colibri-kernel-bench-painter")
+    def __init__(self, kernel: str = "gemm", rounds: int = 5, live: str = "auto", **options):
+        super().__init__(Newest(self._serve, "colibri-kernel-bench"), [320], live)
         self.rounds, self.trial = rounds, None
         self._rows: list[dict] = []
         self._works: dict[str, Workload] = {}
@@ -75,29 +74,30 @@ class KernelBench(View):
             kernel, threads, options = self._wanted()
         return self._worker.run(lambda: self._try(kernel, edits, threads, options))
 
-    def stop(self, _=None) -> bool:
-        return super().stop() and self._painter.stop()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return super().wait(timeout_s) and self._painter.wait(timeout_s)
-
     def png(self) -> Picture:
         """The roofline with the points of this number of threads, and where the work on the controls meets it.
 
         `ColibriError` before any measurement.
         """
         with self._lock:
-            kernel, threads, options = self._wanted()
-            rows = [row for row in self._rows if row["threads"] == threads and row["kernel"] == kernel]
-            if not rows:
-                raise ColibriError("kernel_bench: nothing to draw yet; press Measure or call measure()")
-            table = pd.DataFrame(rows)
-            works = [self._works[case] for case in table.case.unique()]
-            try:
-                (chosen,) = workloads(kernel, **options | {"tokens": self.tokens.value})
-            except SettingError:  # as int8 activations for weights without scales, which Measure will refuse
-                chosen = None
-            return roofline(self._limits[threads], table, works, chosen)
+            shown = self._shown()
+        if shown is None:
+            raise ColibriError("kernel_bench: nothing to draw yet; press Measure or call measure()")
+        return roofline(*shown)
+
+    def _shown(self) -> tuple | None:
+        """What the roofline is made of: limits, points, their work, and the work on the controls; None before any point."""
+        kernel, threads, options = self._wanted()
+        rows = [row for row in self._rows if row["threads"] == threads and row["kernel"] == kernel]
+        if not rows:
+            return None
+        table = pd.DataFrame(rows)
+        works = [self._works[case] for case in table.case.unique()]
+        try:
+            (chosen,) = workloads(kernel, **options | {"tokens": self.tokens.value})
+        except SettingError:  # as int8 activations for weights without scales, which Measure will refuse
+            chosen = None
+        return self._limits[threads], table, works, chosen
 
     # The work
 
@@ -158,12 +158,11 @@ class KernelBench(View):
         measure = self._row({"Measure": (self._on_measure, "tachometer", "measure the kernel as it is")})
         about = "compile the edit, check it, and time old against new"
         edit = self._row({"Try": (self._on_try, "flask", about)})
-        self._image = W.Image(format="png", layout=W.Layout(width="100%", display="none"))
         self._set({"kernel": kernel, **options})
         for name in CONTROLS:
             getattr(self, name).observe(self._on_control, "value")
         given = [self.kernel, self.format, self.int8_activations, self.tokens, self.threads]
-        self._fill([beside([*given, measure, self.old, self.new, edit], [self._image])])
+        self._fill([beside([*given, measure, self.old, self.new, edit], self._panels)])
         self.layout.max_width = "1000px"
         self._title("Kernel bench")
 
@@ -189,7 +188,7 @@ class KernelBench(View):
     def _on_control(self, _) -> None:
         with self._lock:
             if not self._quiet:
-                self._painter.submit(None)
+                self._draw(None)
 
     def _on_measure(self, _) -> None:
         self._press(lambda kernel, threads, options: self._measure(workloads(kernel, **options), threads))
@@ -214,15 +213,12 @@ class KernelBench(View):
                 button.disabled = state == "running"
 
     def _draw(self, verdict: str | None) -> None:
-        """Draw what there is. `verdict` None keeps the sentence on show."""
+        """Draw what there is. `verdict` None keeps the sentences on show."""
         with self._lock:
+            shown = self._shown()
+            self._show([roofs(*shown) if shown else nothing("nothing measured yet: press Measure")])
             if verdict is not None:
-                self._say([verdict])
-            try:
-                self._image.value = self.png().png()
-                self._image.layout.display = None
-            except ColibriError:
-                self._image.layout.display = "none"
+                self._say([*verdict.split("\n"), sentence(shown[1]) if shown else ""])
 
 
 def _row(work: Workload, version: str, timing, limits: Limits) -> dict:

@@ -19,6 +19,16 @@ function ticks(lo, hi, want) {
   return out;
 }
 
+// 1, 2 and 5 times each power of ten between two exponents, as [exponent, its name]; only powers where those are too many.
+function logTicks(lo, hi, want) {
+  const out = [];
+  for (let k = Math.floor(lo); k <= hi; k++) for (const m of hi - lo > want / 3 ? [1] : [1, 2, 5]) {
+    const v = k + Math.log10(m);
+    if (v >= lo - 1e-9 && v <= hi + 1e-9) out.push([v, String(+(m * 10 ** k).toPrecision(3))]);
+  }
+  return out;
+}
+
 function axes(g, box, spec, ink, rule, { xTicks = true, yTicks = true } = {}) {
   const [x0, x1] = spec.xlim, [y0, y1] = spec.ylim;
   const px = (v) => box.x + ((v - x0) / (x1 - x0 || 1)) * box.w;
@@ -28,10 +38,10 @@ function axes(g, box, spec, ink, rule, { xTicks = true, yTicks = true } = {}) {
   g.textBaseline = "middle";
   if (yTicks) {
     g.textAlign = "right";
-    for (const v of ticks(y0, y1, box.h / 40)) {
+    for (const [v, name] of spec.log ? logTicks(y0, y1, box.h / 20) : ticks(y0, y1, box.h / 40).map((v) => [v, String(v)])) {
       g.strokeStyle = rule;
       g.beginPath(); g.moveTo(box.x, py(v)); g.lineTo(box.x + box.w, py(v)); g.stroke();
-      g.fillStyle = ink; g.fillText(String(v), box.x - 6, py(v));
+      g.fillStyle = ink; g.fillText(name, box.x - 6, py(v));
     }
     g.save();
     g.translate(11, box.y + box.h / 2); g.rotate(-Math.PI / 2);
@@ -40,7 +50,8 @@ function axes(g, box, spec, ink, rule, { xTicks = true, yTicks = true } = {}) {
   }
   if (xTicks) {
     g.textAlign = "center"; g.fillStyle = ink;
-    for (const v of ticks(x0, x1, box.w / 55)) if (Number.isInteger(v)) g.fillText(String(v), px(v), box.y + box.h + 11);
+    const whole = () => ticks(x0, x1, box.w / 55).filter(Number.isInteger).map((v) => [v, String(v)]);
+    for (const [v, name] of spec.log ? logTicks(x0, x1, box.w / 40) : whole()) g.fillText(name, px(v), box.y + box.h + 11);
     g.fillText(spec.xlabel, box.x + box.w / 2, box.y + box.h + 27);
   }
   return { px, py };
@@ -113,6 +124,8 @@ function mark(g, m, box, px, py, ui) {
       g.lineTo(x + r * Math.cos(a), y + r * Math.sin(a));
     }
     g.closePath(); g.fill();
+  } else if (m.shape === "ring") {
+    g.lineWidth = 2; g.arc(x, y, 9, 0, 2 * Math.PI); g.stroke();
   } else {
     g.arc(x, y, m.text ? 4.5 : 2.5, 0, 2 * Math.PI); g.fill();
   }
@@ -120,7 +133,7 @@ function mark(g, m, box, px, py, ui) {
   g.font = FONT; g.textBaseline = "middle"; g.lineWidth = 3;
   const right = x + 10 + g.measureText(m.text).width < box.x + box.w;
   g.textAlign = right ? "left" : "right";
-  if (m.y !== null) y = Math.min(y + 11, box.y + box.h - 6);
+  if (m.y !== null) y = Math.min(y + (m.above ? -11 : 11), box.y + box.h - 6);
   g.strokeStyle = ui.paper; g.strokeText(m.text, x + (right ? 8 : -8), y);
   g.fillStyle = m.y === null ? ui.ink : color; g.fillText(m.text, x + (right ? 8 : -8), y);
 }

@@ -123,20 +123,32 @@ def _lines(ax, frame: Frame) -> None:
         )
     for mark in frame.marks:
         _mark(ax, mark)
+    if frame.log:
+        _name_powers(ax.xaxis, frame.xlim)
+        _name_powers(ax.yaxis, frame.ylim)
     if any(s.label for s in frame.series):
         ax.legend(fontsize=FONT_PT, loc="best", framealpha=0.85, handlelength=2.6)
 
 
+def _name_powers(axis, limits: tuple[float, float]) -> None:
+    """1, 2 and 5 times each power of ten between two exponents."""
+    exponents = np.arange(np.floor(limits[0]), np.ceil(limits[1]) + 1)
+    at = [k + e for k in exponents for e in np.log10((1, 2, 5)) if limits[0] <= k + e <= limits[1]]
+    axis.set_ticks(at, [f"{round(10**v, 9):g}" for v in at])
+
+
 def _mark(ax, mark: frames.Mark) -> None:
-    color, left = LIGHT[mark.color], mark.x > 0.72 * ax.get_xlim()[1]
+    (start, end), color = ax.get_xlim(), LIGHT[mark.color]
+    left = mark.x > start + 0.72 * (end - start)
     if mark.y is None:
         ax.axvline(mark.x, color=color, lw=1, ls=":")
     else:
-        ax.plot(mark.x, mark.y, {"dot": "o", "star": "*"}[mark.shape], color=color,
-                ms=11 if mark.shape == "star" else 6 if mark.text else 3)  # fmt: skip
+        look, size = {"dot": ("o", 6 if mark.text else 3), "star": ("*", 11), "ring": ("o", 14)}[mark.shape]
+        ax.plot(mark.x, mark.y, look, color=color, ms=size, mew=2 if mark.shape == "ring" else None,
+                mfc="none" if mark.shape == "ring" else color)  # fmt: skip
     if mark.text:
         at = (mark.x, 1) if mark.y is None else (mark.x, mark.y)
-        ax.annotate(mark.text, at, (-6 if left else 6, -12), xycoords=("data", "axes fraction" if mark.y is None else "data"),
+        ax.annotate(mark.text, at, (-6 if left else 6, 5 if mark.above else -12), xycoords=("data", "axes fraction" if mark.y is None else "data"),
                     textcoords="offset points", ha="right" if left else "left", fontsize=FONT_PT,
                     color=LIGHT["ink"] if mark.y is None else color,
                     bbox={"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5})  # fmt: skip

@@ -1,86 +1,96 @@
 """The roofline: how fast work of a given intensity can be on this machine, and how fast kernels are.
 
-Left of the ridge the bytes take longer than the operations, right of it the operations do. Roofs are measured
-(`colibri_lab.limits`), never taken from a data sheet.
+Left of the ridge the bytes take longer than the operations, right of it the operations do (Williams, Waterman and
+Patterson 2009). Roofs are measured (`colibri_lab.limits`), never taken from a data sheet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from textwrap import wrap
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..limits import Limits
 from ..workloads import Workload
-from .plots import Picture
-from .theme import FONT_PT, LIGHT
+from . import plots
+from .frames import Frame, Mark, Series
+from .theme import FONT_PT
 
-CROWDED = 5  # points closer than this factor have their labels below and beside them
+TITLE, XLABEL, YLABEL = "Roofline", "operations per byte that must be moved", "GOP/s"
+CROWDED = 5  # of points closer than this factor every second one has its name above it
 # A version keeps its colour and mark in every picture: a ring that a filled mark fits into.
-_VERSIONS = {
-    "old": {"marker": "o", "ms": 13, "mfc": "none", "mec": LIGHT["kept"], "mew": 2},
-    "new": {"marker": "D", "ms": 7, "mfc": LIGHT["miss"], "mec": "white", "mew": 0.8},
-    "": {"marker": "o", "ms": 8, "mfc": LIGHT["hit"], "mec": "white", "mew": 0.8},
-}
+_VERSIONS = {"old": ("ring", "kept"), "new": ("star", "miss"), "": ("dot", "hit")}
 
 
-def roofline(limits: Limits, table: pd.DataFrame, works: list[Workload], chosen: Workload | None = None) -> Picture:
-    """Points of `table` (case, version, GOP_per_s, share_of_bound; from a `Trial`) under the roofs of `limits`.
+def nothing(why: str) -> Frame:
+    """The panel before anything was measured."""
+    return Frame(
+        "lines", TITLE, XLABEL, YLABEL, np.zeros((0, 0), np.float32), xlim=(-1, 3), ylim=(0, 3), log=True, empty=why
+    )
+
+
+def roofs(limits: Limits, table: pd.DataFrame, works: Sequence[Workload], chosen: Workload | None = None) -> Frame:
+    """Points of `table` (case, version, GOP_per_s; from a `Trial`) under the roofs of `limits`.
 
     `works` are the workloads whose labels are the cases; they give the intensities. `chosen` is work that may not have been
-    measured yet: an upright shows where it meets the roof.
+    measured yet: an upright shows how many operations it has per byte.
     """
     intensity = {work.label: work.intensity for work in works}
-    integer = any(work.integer for work in [*works, *([chosen] if chosen else [])])
+    wanted = [*works, chosen] if chosen else list(works)
+    integer = any(work.integer for work in wanted)
+    span = [*(work.intensity for work in wanted), limits.peak(integer) / limits.bytes_per_s]
+    x = np.log10(np.geomspace(min(span) / 4, max(span) * 4, 200))
+    slope = limits.bytes_per_s * 10**x
+    memory = f"{1e-9 * limits.bytes_per_s:.1f} GB/s, then"
+    lines = [(f"{memory} {1e-9 * limits.flop_per_s:.0f} GOP/s of float32", limits.flop_per_s, ())]
+    if limits.int8_op_per_s and integer:
+        lines.append((f"{1e-9 * limits.int8_op_per_s:.0f} GOP/s of int8", limits.int8_op_per_s, (7, 3)))
+    values = np.log10([1e-9 * np.minimum(slope, peak) for _, peak, _ in lines])
     common, short = _shortened(list(intensity))
-    figure = Picture((6.8, 4.2))
-    ax = figure.add_subplot()
-    ax.set(xscale="log", yscale="log")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(LogLocator(10, (1, 2, 5), numticks=20))
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(NullFormatter())
-    title = ", ".join(["Roofline", *common, f"{limits.threads} thread{'s' * (limits.threads > 1)}"])
-    ax.set_title(title, loc="left", fontsize=FONT_PT + 1, fontweight="bold")
-    ax.set_xlabel("operations per byte that must be moved", fontsize=FONT_PT)
-    ax.set_ylabel("GOP/s", fontsize=FONT_PT)
-    ax.tick_params(labelsize=FONT_PT)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(which="major", color=LIGHT["rule"], lw=0.7)
-    ax.set_axisbelow(True)
-    span = [*intensity.values(), *([chosen.intensity] if chosen else []), limits.peak(integer) / limits.bytes_per_s]
-    x = np.geomspace(min(span) / 4, max(span) * 4, 200)
-    _roofs(ax, limits, x, integer)
-    for version, look in _VERSIONS.items():
-        rows = table[table.version == version]
-        if len(rows):
-            at = [intensity[case] for case in rows.case]
-            ax.plot(at, rows.GOP_per_s, ls="none", label=version or "measured", zorder=3, **look)
-    box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1}
-    before = 0.0
-    for case in sorted(table.case.unique(), key=intensity.get):
-        crowded = intensity[case] < CROWDED * before
-        place = {"xytext": (9, 0), "va": "center"} if crowded else {"xytext": (0, -20), "ha": "center"}
-        ax.annotate(short[case], (intensity[case], table[table.case == case].GOP_per_s.min()), textcoords="offset points",
-                    fontsize=FONT_PT, bbox=box, zorder=2, **place)  # fmt: skip
-        before = 0.0 if crowded else intensity[case]
-    low = min(table.GOP_per_s.min() / 3, 1e-9 * limits.bytes_per_s * x[0])
-    ax.set_ylim(low, max(2.2e-9 * limits.peak(integer), 1.5 * table.GOP_per_s.max()))
+    low = min(table.GOP_per_s.min() / 3, 1e-9 * slope[0])
+    high = max(2.5e-9 * limits.peak(integer), 2 * table.GOP_per_s.max())
+    marks = _points(table, intensity, short)
     if chosen:
-        _mark_chosen(ax, limits, chosen, low)
-    ax.legend(fontsize=FONT_PT, loc="upper left", framealpha=0.85)
-    figure.supxlabel("\n".join(wrap(_sentence(table, short), 98)), fontsize=FONT_PT, x=0.01, ha="left")
+        marks.append(Mark(np.log10(chosen.intensity), None, f"chosen: {_count(chosen, common)}", "kept"))
+    return Frame(
+        "lines", ", ".join([TITLE, *common, f"{limits.threads} thread{'s' * (limits.threads > 1)}"]), XLABEL, YLABEL,
+        values.astype(np.float32), tuple(Series(name, "ink", dash, 1.4) for name, _, dash in lines),
+        xlim=(x[0], x[-1]), ylim=(np.log10(low), np.log10(high)), x=tuple(x), log=True, marks=tuple(marks),
+        note="ring: old, star: new" if (table.version != "").any() else "",
+    )  # fmt: skip
+
+
+def roofline(
+    limits: Limits, table: pd.DataFrame, works: Sequence[Workload], chosen: Workload | None = None
+) -> plots.Picture:
+    """`roofs` as a picture, with `sentence` below it; `table` also has share_of_bound."""
+    figure = plots.picture(roofs(limits, table, works, chosen), (6.8, 4.2))
+    figure.supxlabel("\n".join(wrap(sentence(table), 98)), fontsize=FONT_PT, x=0.01, ha="left")
     return figure
 
 
-def _mark_chosen(ax, limits: Limits, work: Workload, low: float) -> None:
-    most = 1e-9 * min(limits.bytes_per_s * work.intensity, limits.peak(work.integer))
-    ax.plot([work.intensity] * 2, [low, most], color=LIGHT["kept"], lw=1.4, ls=(0, (2, 2)), zorder=1)
-    left = work.intensity * limits.bytes_per_s > limits.peak(work.integer)  # of the ridge there is no roof to run into
-    ax.annotate(f"chosen: {work.label}", (work.intensity, low), (-5 if left else 5, 5), textcoords="offset points",
-                fontsize=FONT_PT, color=LIGHT["ink"], ha="right" if left else "left", va="bottom")  # fmt: skip
+def sentence(table: pd.DataFrame) -> str:
+    """Where the newest version of each workload stands."""
+    short = _shortened(list(table.case.unique()))[1]
+    newest = table.groupby("case", sort=False).tail(1)
+    parts = [f"{short[row.case] or 'it'} at {100 * row.share_of_bound:.0f} %" for row in newest.itertuples()]
+    return f"Of what the roof allows: {', '.join(parts)}."
+
+
+def _points(table: pd.DataFrame, intensity: dict[str, float], short: dict[str, str]) -> list[Mark]:
+    """A mark for each row, from left to right; one of each case carries its name."""
+    marks, before, above = [], 0.0, False
+    for case in sorted(table.case.unique(), key=intensity.get):
+        above = not above and intensity[case] < CROWDED * before
+        rows = table[table.case == case].sort_values("GOP_per_s", ascending=above)
+        for left, row in zip(range(len(rows))[::-1], rows.itertuples(), strict=True):  # the last one is named
+            shape, color = _VERSIONS[row.version]
+            x, y = np.log10(intensity[case]), np.log10(row.GOP_per_s)
+            marks.append(Mark(x, y, "" if left else short[case] or case, color, shape, above))
+        before = intensity[case]
+    return marks
 
 
 def _shortened(labels: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -90,20 +100,5 @@ def _shortened(labels: list[str]) -> tuple[list[str], dict[str, str]]:
     return common, {label: ", ".join(p for p in mine if p not in common) for label, mine in parts.items()}
 
 
-def _roofs(ax, limits: Limits, x: np.ndarray, integer: bool) -> None:
-    slope = 1e-9 * limits.bytes_per_s * x
-    peaks = [("float32 multiply-adds", limits.flop_per_s, "-")]
-    if limits.int8_op_per_s and integer:
-        peaks.append(("int8 products", limits.int8_op_per_s, (0, (5, 2))))
-    for name, peak, style in peaks:
-        ax.plot(x, np.minimum(slope, 1e-9 * peak), color=LIGHT["oracle"], lw=1.4, ls=style)
-        ax.text(x[-1], 1.06e-9 * peak, f"{name}, {1e-9 * peak:.0f} GOP/s", fontsize=FONT_PT, ha="right", va="bottom")
-    ax.annotate(f"memory, {1e-9 * limits.bytes_per_s:.1f} GB/s", (x[2], slope[2]), (10, 0), textcoords="offset points",
-                fontsize=FONT_PT, ha="left", va="center")  # fmt: skip
-
-
-def _sentence(table: pd.DataFrame, short: dict[str, str]) -> str:
-    """Where the newest version of each workload stands."""
-    newest = table.groupby("case", sort=False).tail(1)
-    parts = [f"{short[row.case] or 'it'} at {100 * row.share_of_bound:.0f} %" for row in newest.itertuples()]
-    return f"Of what the roof allows: {', '.join(parts)}."
+def _count(work: Workload, common: list[str]) -> str:
+    return ", ".join(part for part in work.label.split(", ") if part not in common) or work.label

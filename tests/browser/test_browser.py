@@ -347,14 +347,15 @@ def test_kernels(served, page, tmp_path):
     _, address = served
     run_whole(page, address, "05_kernels.ipynb")
     kinds = [p["kind"] for p in page.pictures()]
-    assert kinds.count("canvas") == 4 and kinds.count("img") >= 8 and blank(page) == [], shoot(page, tmp_path, "blank")
+    assert kinds.count("canvas") == 5 and kinds.count("img") >= 7 and blank(page) == [], shoot(page, tmp_path, "blank")
 
     press(page, output(page, "degree"), "degree", "ArrowRight ArrowLeft")
     view = output(page, "Kernel bench")
-    before = view.locator("img").first.get_attribute("src")
+    press(page, view, "tokens", "ArrowRight ArrowRight ArrowLeft")
     view.locator("select").nth(1).select_option("fp16")
+    before = still(page, lambda: drawn(view))
     view.locator("button").filter(has_text="Measure").click()
-    until(lambda: view.locator("img").first.get_attribute("src") != before, "a point is added to the roofline")
+    until(lambda: drawn(view) != before, "a point is added to the roofline")
     until(lambda: "measuring" not in view.inner_text(), "the measurement has ended")
     text, becomes = view.locator("textarea").nth(0), view.locator("textarea").nth(1)
     text.fill("no such text in the kernel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from looking import together
 
@@ -40,8 +41,10 @@ def test_measuring_adds_points_and_draws_them(bench):
     rows = bench.measure(tokens=(1, 4))
     assert list(rows.case) == ["1 token", "4 tokens"]
     assert bench.state == "done" and bench.data.equals(rows)
-    assert bytes(bench._image.value).startswith(b"\x89PNG") and bench._image.layout.display is None
-    assert bench.png().axes[0].get_xscale() == "log"
+    marks = bench._panels[0].spec["marks"]
+    assert [m["text"] for m in marks] == ["1 token", "4 tokens", "chosen: 1 token"]
+    assert [10 ** m["y"] for m in marks[:2]] == pytest.approx(list(rows.GOP_per_s))
+    assert bench._panels[0].spec["log"] and "Of what the roof allows: 1 token at" in bench._verdict.value
 
 
 def test_measuring_again_replaces_the_point_and_other_threads_have_their_own_picture(bench):
@@ -58,39 +61,47 @@ def test_an_edit_shows_old_and_new_and_a_verdict(bench):
     assert bench.trial is trial
     assert list(bench.data.version) == ["old", "new"]
     assert "the same bits" in bench._verdict.value
-    labels = [text.get_text() for text in bench.png().axes[0].get_legend().get_texts()]
-    assert labels == ["old", "new"]
+    old, new = (next(m for m in bench._panels[0].spec["marks"] if m["shape"] == shape) for shape in ("ring", "star"))
+    assert [10 ** old["y"], 10 ** new["y"]] == pytest.approx(list(bench.data.GOP_per_s))
+    assert {old["text"], new["text"]} == {"", "2 tokens"} and bench._panels[0].spec["note"] == "ring: old, star: new"
+
+
+def chosen(bench) -> list[dict]:
+    return [m for m in bench._panels[0].spec["marks"] if m["text"].startswith("chosen")]
 
 
 def test_a_moved_control_shows_at_once_where_that_work_meets_the_roof(bench):
-    def chosen():
-        return next(text.get_text() for text in bench.png().axes[0].texts if text.get_text().startswith("chosen"))
-
     bench.measure(tokens=(1, 8))
-    before = bench._image.value
     bench.tokens.value = 64
-    assert bench.wait(60) and bench._image.value != before and chosen() == "chosen: 64 tokens"
-    work, lines = workload("norm", tokens=64), bench.png().axes[0].lines
-    assert [work.intensity] * 2 in [list(line.get_xdata()) for line in lines]
+    (mark,) = chosen(bench)
+    work = workload("norm", tokens=64)
+    assert mark["text"] == "chosen: 64 tokens" and mark["y"] is None
+    assert 10 ** mark["x"] == pytest.approx(work.operations / work.bytes)
     assert len(bench.data) == 2  # looking is not measuring
 
 
 def test_controls_that_do_not_go_together_choose_nothing(bench):
     bench.measure(kernel="gemm", format="fp16", tokens=1)
-    assert any(text.get_text() == "chosen: fp16, 1 token" for text in bench.png().axes[0].texts)
+    assert len(chosen(bench)) == 1
     bench.int8_activations.value = True
-    assert bench.wait(60) and bench._image.layout.display is None
-    assert not any(text.get_text().startswith("chosen") for text in bench.png().axes[0].texts)
+    assert chosen(bench) == [] and len(bench._panels[0].spec["marks"]) == 1
+
+
+def test_the_bench_has_a_picture_where_there_is_no_canvas():
+    view = kernel_bench("norm", rounds=1, live="png")
+    before = bytes(view._panels[0].value)
+    view.measure(tokens=1)
+    assert before.startswith(b"\x89PNG") and bytes(view._panels[0].value) != before
 
 
 def test_a_broken_edit_shows_its_place_and_changes_nothing(bench):
     bench.measure(tokens=2)
-    before, picture = bench.data, bench._image.value
+    before, picture = bench.data, bench._panels[0].data
     with pytest.raises(CompileError, match=r"^norm_core.hpp:\d+:\d+"):
         bench.try_edit({"float inverse = 1.0f /": "flat inverse = 1.0f /"})
     assert bench.state == "error" and "norm_core.hpp:" in bench._message.value
     assert "Nothing was changed" in bench._message.value
-    assert bench.data.equals(before) and bench._image.value == picture and bench.trial is None
+    assert bench.data.equals(before) and bench._panels[0].data == picture and bench.trial is None
     bench.measure(tokens=2)
     assert bench.state == "done" and bench.error is None and "Nothing was changed" not in bench._message.value
 
@@ -140,7 +151,10 @@ def test_the_roofline_shows_measured_roofs_and_what_is_reached():
     picture = trial.roofline()
     ax = picture.axes[0]
     texts = [text.get_text() for text in ax.texts]
-    assert "memory, 20.0 GB/s" in texts and "float32 multiply-adds, 100 GOP/s" in texts
-    assert not any("int8 products" in text for text in texts)  # no work here multiplies bytes
+    roofs = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert roofs == ["20.0 GB/s, then 100 GOP/s of float32"]  # no work here multiplies bytes
     assert {"1 token", "8 tokens"} <= set(texts) and "int8" in ax.get_title(loc="left")
+    roof = ax.lines[0]
+    at = 10 ** np.interp(np.log10([1.0, 100.0]), roof.get_xdata(), roof.get_ydata())
+    assert at == pytest.approx([20, 100], rel=0.01)  # one operation per byte; and beyond the ridge at five
     assert "Of what the roof allows: 1 token at" in picture._supxlabel.get_text()
