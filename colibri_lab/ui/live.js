@@ -107,13 +107,12 @@ function lines(g, W, H, spec, at, ui) {
   });
   g.restore();
   cursorLine(g, spec, box, px, ui.ink);
-  for (const m of spec.marks) mark(g, m, box, px, py, ui);
+  for (const draw of [markName, mark]) for (const m of spec.marks) draw(g, m, box, px, py, ui);  // no name covers a point
 }
 
-// A point, or a dotted upright where y is null; its text stands on the side with room.
+// A point, or a dotted upright where y is null.
 function mark(g, m, box, px, py, ui) {
-  const x = px(m.x), color = m.color[ui.dark];
-  let y = m.y === null ? box.y + 8 : py(m.y);
+  const x = px(m.x), y = m.y === null ? 0 : py(m.y), color = m.color[ui.dark];
   g.strokeStyle = g.fillStyle = color; g.lineWidth = 1.2;
   g.beginPath();
   if (m.y === null) {
@@ -129,13 +128,19 @@ function mark(g, m, box, px, py, ui) {
   } else {
     g.arc(x, y, m.text ? 4.5 : 2.5, 0, 2 * Math.PI); g.fill();
   }
+}
+
+// Its text, on the side with room.
+function markName(g, m, box, px, py, ui) {
   if (!m.text) return;
+  const x = px(m.x);
+  let y = m.y === null ? box.y + 8 : py(m.y);
   g.font = FONT; g.textBaseline = "middle"; g.lineWidth = 3;
   const right = x + 10 + g.measureText(m.text).width < box.x + box.w;
   g.textAlign = right ? "left" : "right";
   if (m.y !== null) y = Math.min(y + (m.above ? -11 : 11), box.y + box.h - 6);
   g.strokeStyle = ui.paper; g.strokeText(m.text, x + (right ? 8 : -8), y);
-  g.fillStyle = m.y === null ? ui.ink : color; g.fillText(m.text, x + (right ? 8 : -8), y);
+  g.fillStyle = m.y === null ? ui.ink : m.color[ui.dark]; g.fillText(m.text, x + (right ? 8 : -8), y);
 }
 
 // Stacked areas; a band thick enough carries its name.

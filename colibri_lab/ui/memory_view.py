@@ -26,25 +26,29 @@ EMPTY = "nothing ran yet: press Start"
 PARTS = 1  # the panel of what is in memory beside what was planned
 
 
-def memory_map(lab, prompt: str | None = None, live: str = "auto", **generate) -> MemoryMap:
+def memory_map(
+    lab, prompt: str | None = None, live: str = "auto", rerun_tokens: int | None = None, **generate
+) -> MemoryMap:
     """A live map of `lab`'s memory pool. Start generates from a cold cache; `slots` makes the pool anew.
 
-    `generate` are settings of scope "generate"; `live` is "auto", "canvas" or "png". Raises `SettingError` for an unknown
+    `generate` are settings of scope "generate". `rerun_tokens`: moved slots generate no more than so many of them; None for
+    all. `live` is "auto", "canvas" or "png". Raises `SettingError` for an unknown
     setting or value, `MissingTool` for live="canvas" without anywidget.
     """
-    return MemoryMap(lab, prompt, live, **generate)
+    return MemoryMap(lab, prompt, live, rerun_tokens, **generate)
 
 
 class MemoryMap(View):
     """See `memory_map`. `state` is "empty", "running", "done", "stopped" or "error" (then `error` is the exception and the
     last picture stays); `pool` the `PoolState` on show; `run` what ran."""
 
-    def __init__(self, lab, prompt: str | None = None, live: str = "auto", **generate):
+    def __init__(self, lab, prompt: str | None = None, live: str = "auto", rerun_tokens: int | None = None, **generate):
         super().__init__(Runner(lab, self), [230] * 4, live)
         self.lab = lab
         self.run: MonitorRun | None = None
         self.pool: PoolState | None = None
         self._generate = resolve({"max_tokens": 200} | generate, "generate")
+        self.rerun_tokens = None if rerun_tokens is None else SETTINGS["max_tokens"].check(rerun_tokens)
         self._history: list[tuple[int, float, float]] = []
         self._before: np.ndarray | None = None
         self._make_controls(PROMPT if prompt is None else prompt)
@@ -169,7 +173,8 @@ class MemoryMap(View):
             if self._quiet:
                 return
             self._panels[PARTS].show(frames.parts(self.pool, self._planned()))  # before the pool has been made anew
-        self.start()
+            job = self._wanted()
+        self._worker.submit(job if self.rerun_tokens is None else job.at_most(self.rerun_tokens))
 
     # Looking and showing. The lock is held.
 
@@ -190,7 +195,7 @@ class MemoryMap(View):
 
     def _frames(self):
         planned, empty = self._planned(), EMPTY if self.run is None else ""
-        steps = self.tokens.value
+        steps = self.tokens.value if self.run is None else self.run.job.generate["max_tokens"]
         return (
             frames.pool_map(self.pool, self._before), frames.parts(self.pool, planned),
             frames.arena_lines(self.pool.moves, empty=empty), frames.growth(self._history, steps, empty),

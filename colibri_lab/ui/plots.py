@@ -144,7 +144,7 @@ def _mark(ax, mark: frames.Mark) -> None:
         ax.axvline(mark.x, color=color, lw=1, ls=":")
     else:
         look, size = {"dot": ("o", 6 if mark.text else 3), "star": ("*", 11), "ring": ("o", 14)}[mark.shape]
-        ax.plot(mark.x, mark.y, look, color=color, ms=size, mew=2 if mark.shape == "ring" else None,
+        ax.plot(mark.x, mark.y, look, color=color, ms=size, zorder=4, mew=2 if mark.shape == "ring" else None,
                 mfc="none" if mark.shape == "ring" else color)  # fmt: skip
     if mark.text:
         at = (mark.x, 1) if mark.y is None else (mark.x, mark.y)

@@ -20,8 +20,8 @@ from .theme import FONT_PT
 
 TITLE, XLABEL, YLABEL = "Roofline", "operations per byte that must be moved", "GOP/s"
 CROWDED = 5  # of points closer than this factor every second one has its name above it
-# A version keeps its colour and mark in every picture: a ring that a filled mark fits into.
-_VERSIONS = {"old": ("ring", "kept"), "new": ("star", "miss"), "": ("dot", "hit")}
+_VERSIONS = {"old": ("ring", "kept"), "new": ("star", "miss"), "": ("dot", None)}  # a ring that a filled mark fits into
+_COLORS = ("hit", "attention", "prefetch", "router", "sky")  # of work that differs in more than its tokens
 
 
 def nothing(why: str) -> Frame:
@@ -48,17 +48,21 @@ def roofs(limits: Limits, table: pd.DataFrame, works: Sequence[Workload], chosen
     if limits.int8_op_per_s and integer:
         lines.append((f"{1e-9 * limits.int8_op_per_s:.0f} GOP/s of int8", limits.int8_op_per_s, (7, 3)))
     values = np.log10([1e-9 * np.minimum(slope, peak) for _, peak, _ in lines])
-    common, short = _shortened(list(intensity))
+    common, groups = _grouped(list(intensity))
+    colors = {group: _COLORS[i % len(_COLORS)] for i, group in enumerate(dict.fromkeys(groups.values()))}
+    series = [Series(name, "ink", dash, 1.4) for name, _, dash in lines]
+    if len(colors) > 1:  # series of no line, for the legend
+        series += [Series(group, color, (), 5) for group, color in colors.items()]
+        values = np.vstack([values, np.full((len(colors), len(x)), np.nan)])
     low = min(table.GOP_per_s.min() / 3, 1e-9 * slope[0])
     high = max(2.5e-9 * limits.peak(integer), 2 * table.GOP_per_s.max())
-    marks = _points(table, intensity, short)
+    marks = _points(table, intensity, {case: colors[group] for case, group in groups.items()})
     if chosen:
-        marks.append(Mark(np.log10(chosen.intensity), None, f"chosen: {_count(chosen, common)}", "kept"))
+        marks.append(Mark(np.log10(chosen.intensity), None, f"chosen: {chosen.label}", "kept"))
     return Frame(
         "lines", ", ".join([TITLE, *common, f"{limits.threads} thread{'s' * (limits.threads > 1)}"]), XLABEL, YLABEL,
-        values.astype(np.float32), tuple(Series(name, "ink", dash, 1.4) for name, _, dash in lines),
-        xlim=(x[0], x[-1]), ylim=(np.log10(low), np.log10(high)), x=tuple(x), log=True, marks=tuple(marks),
-        note="ring: old, star: new" if (table.version != "").any() else "",
+        values.astype(np.float32), tuple(series), xlim=(x[0], x[-1]), ylim=(np.log10(low), np.log10(high)), x=tuple(x),
+        log=True, marks=tuple(marks), note="ring: old, star: new" if (table.version != "").any() else "",
     )  # fmt: skip
 
 
@@ -73,14 +77,13 @@ def roofline(
 
 def sentence(table: pd.DataFrame) -> str:
     """Where the newest version of each workload stands."""
-    short = _shortened(list(table.case.unique()))[1]
     newest = table.groupby("case", sort=False).tail(1)
-    parts = [f"{short[row.case] or 'it'} at {100 * row.share_of_bound:.0f} %" for row in newest.itertuples()]
-    return f"Of what the roof allows: {', '.join(parts)}."
+    parts = [f"{row.case} at {100 * row.share_of_bound:.0f} %" for row in newest.itertuples()]
+    return f"Of what the roof allows: {'; '.join(parts)}."
 
 
-def _points(table: pd.DataFrame, intensity: dict[str, float], short: dict[str, str]) -> list[Mark]:
-    """A mark for each row, from left to right; one of each case carries its name."""
+def _points(table: pd.DataFrame, intensity: dict[str, float], colors: dict[str, str]) -> list[Mark]:
+    """A mark for each row, from left to right; one of each case carries its tokens."""
     marks, before, above = [], 0.0, False
     for case in sorted(table.case.unique(), key=intensity.get):
         above = not above and intensity[case] < CROWDED * before
@@ -88,17 +91,20 @@ def _points(table: pd.DataFrame, intensity: dict[str, float], short: dict[str, s
         for left, row in zip(range(len(rows))[::-1], rows.itertuples(), strict=True):  # the last one is named
             shape, color = _VERSIONS[row.version]
             x, y = np.log10(intensity[case]), np.log10(row.GOP_per_s)
-            marks.append(Mark(x, y, "" if left else short[case] or case, color, shape, above))
+            marks.append(Mark(x, y, "" if left else _split(case)[0], color or colors[case], shape, above))
         before = intensity[case]
     return marks
 
 
-def _shortened(labels: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The parts that all labels share, and what is left of each."""
-    parts = {label: label.split(", ") for label in labels}
-    common = [part for part in parts[labels[0]] if all(part in other for other in parts.values())]
-    return common, {label: ", ".join(p for p in mine if p not in common) for label, mine in parts.items()}
+def _split(case: str) -> tuple[str, list[str]]:
+    """ "int8, 8 tokens" → ("8 tokens", ["int8"])."""
+    parts = case.split(", ")
+    tokens = next(part for part in parts if "token" in part)
+    return tokens, [part for part in parts if part != tokens]
 
 
-def _count(work: Workload, common: list[str]) -> str:
-    return ", ".join(part for part in work.label.split(", ") if part not in common) or work.label
+def _grouped(cases: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What all cases share besides tokens, and of each what it does not share."""
+    others = {case: _split(case)[1] for case in cases}
+    common = [part for part in others[cases[0]] if all(part in parts for parts in others.values())]
+    return common, {case: ", ".join(p for p in parts if p not in common) for case, parts in others.items()}

@@ -87,6 +87,20 @@ def test_controls_that_do_not_go_together_choose_nothing(bench):
     assert chosen(bench) == [] and len(bench._panels[0].spec["marks"]) == 1
 
 
+def test_formats_have_colours_and_points_their_tokens(bench):
+    bench.measure(kernel="gemm", format="int8", tokens=(1, 8))
+    assert [s["label"] for s in bench._panels[0].spec["series"][1:]] == []
+    assert bench._panels[0].spec["title"] == "Roofline, int8, 1 thread"
+    bench.measure(format="int4-g64", tokens=(1, 8))
+    spec = bench._panels[0].spec
+    colors = {s["label"]: s["color"] for s in spec["series"][1:]}
+    assert list(colors) == ["int8", "int4-g64"] and spec["title"] == "Roofline, 1 thread"
+    points = [m for m in spec["marks"] if m["y"] is not None]
+    assert [m["text"] for m in points] == ["1 token", "1 token", "8 tokens", "8 tokens"]  # from left to right
+    assert [m["color"] for m in points] == [colors["int8"], colors["int4-g64"]] * 2
+    assert [m["above"] for m in points] == [False, True, False, True]
+
+
 def test_the_bench_has_a_picture_where_there_is_no_canvas():
     view = kernel_bench("norm", rounds=1, live="png")
     before = bytes(view._panels[0].value)
@@ -157,4 +171,4 @@ def test_the_roofline_shows_measured_roofs_and_what_is_reached():
     roof = ax.lines[0]
     at = 10 ** np.interp(np.log10([1.0, 100.0]), roof.get_xdata(), roof.get_ydata())
     assert at == pytest.approx([20, 100], rel=0.01)  # one operation per byte; and beyond the ridge at five
-    assert "Of what the roof allows: 1 token at" in picture._supxlabel.get_text()
+    assert "Of what the roof allows: int8, 1 token at" in picture._supxlabel.get_text()

@@ -78,6 +78,17 @@ def test_slots_make_the_pool_anew_in_the_background(view, model):
     assert model.settings["expert_cache_slots"] == 4 and len(view.pool.tags) < before
 
 
+def test_moved_slots_may_generate_fewer_tokens(model):
+    view = memory_map(model, rerun_tokens=7, max_tokens=20, stop_at_eos=False)
+    view.slots.value = 5
+    assert view.wait(60) and len(view.run.tokens) == 7 and view.tokens.value == 20
+    view.start()
+    assert view.wait(60) and len(view.run.tokens) == 20
+    view.close()
+    with pytest.raises(SettingError, match="max_tokens must be"):
+        memory_map(model, rerun_tokens=0)
+
+
 def test_a_moved_slider_shows_the_coming_plan_before_the_pool_is_made_anew(view, model, monkeypatch):
     view.run_once()
     go, configure = threading.Event(), model.configure
