@@ -38,7 +38,7 @@ from jupyter_page import NotebookPage, jupyterlab, notebook_page  # noqa: E402
 PRESSES, GAP_MS, BURST, PERIOD_MS = 10, 600, 20, 33
 LIVE_S, REST_MS = 1.5, 3000
 
-NOTEBOOKS = ("00", "02", "04", "05", "06", "07")
+NOTEBOOKS = ("00", "01", "02", "03", "04", "05", "06", "07", "08")
 AIMS = ("first pixels below 150 ms (median)", "settled below 700 ms", "live at least 10 per s", "still below 300 ms")
 
 # Counts pictures as changed when the pixels of any of them differ from one animation frame to the next.
@@ -248,7 +248,7 @@ def report(found: dict) -> str:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("notebooks", nargs="*", default=NOTEBOOKS, help="numbers; default all with controls")
+    p.add_argument("notebooks", nargs="*", default=NOTEBOOKS, help="numbers; default all")
     p.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     p.add_argument("--pictures", type=Path)
     args = p.parse_args()
