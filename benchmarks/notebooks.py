@@ -194,7 +194,7 @@ def measure(address: str, name: str, notebook: Path, pictures: Path | None) -> d
         cells = page.page.locator(".jp-CodeCell")
         for i in range(cells.count()):
             view = cells.nth(i)
-            title = _title("".join(sources[i]))
+            title = _title("".join(sources[i]), "\n".join(map("".join, sources[:i])))
             sliders = view.locator(".jp-OutputArea .widget-slider:visible")
             for k in range(sliders.count()):
                 label = (sliders.nth(k).locator(".widget-label").first.text_content() or "").strip()
@@ -203,7 +203,7 @@ def measure(address: str, name: str, notebook: Path, pictures: Path | None) -> d
                 rows.append({"view": title, "control": "Start, Stop", **watched.live(view)})
                 live = title
         for i, source in enumerate(map("".join, sources)):
-            if "run_once()" in source:
+            if "run_once()" in source and "ui." not in source:  # not one that makes a view of its own
                 rows.append({"view": live, "control": "in a cell", **watched.blocked(i)})
                 break
         return {
@@ -211,10 +211,12 @@ def measure(address: str, name: str, notebook: Path, pictures: Path | None) -> d
         }  # fmt: skip
 
 
-def _title(source: str) -> str:
-    """`what_if(lessons.touched, …)` is `what_if touched`."""
-    calls = re.findall(r"ui\.(\w+)\((?:\w*lessons\.(\w+))?", source)
-    return " ".join(filter(None, calls[-1])) if calls else source.strip().splitlines()[-1]
+def _title(source: str, before: str) -> str:
+    """`what_if(lessons.touched, …)` is `what_if touched`; a name is what it was made of in the cells `before`."""
+    last = source.strip().splitlines()[-1]
+    made = re.findall(rf"^{last} = .*", before, re.M) if last.isidentifier() else []
+    calls = re.findall(r"ui\.(\w+)\((?:[\w.]*lessons\.(\w+))?", "\n".join([*made, source]))
+    return " ".join(filter(None, calls[-1])) if calls else last
 
 
 def report(found: dict) -> str:
