@@ -289,7 +289,7 @@ class ProfileView(View):
             return frames.stage_share(source, kept, empty)
         if panel == READS:
             return profile_frames.reads(run, kept, empty)
-        shown = self._compared(run) if any(run is done for done in self.runs) else None
+        shown = None if coming or all(run is not done for done in self.runs) else self._compared(run)
         return profile_frames.all_runs([self._compared(r) for r in self.runs], shown, coming, empty)
 
     def _said(self) -> list[str]:

@@ -132,6 +132,9 @@ def test_a_moved_control_shows_before_the_model_answers(view, monkeypatch):
     monkeypatch.setattr(view.lab, "stream", slow)
     view.controls["slots"].value = 9
     assert view._panels[3].spec["note"] == "next: 9 slots"
+    assert [m["shape"] for m in view._panels[3].spec["marks"]] == [
+        "dot"
+    ]  # what is on show is no longer what was asked for
     go.set()
     assert view.wait(60) and view._panels[3].spec["note"] == "star: this run"
 
