@@ -23,15 +23,14 @@ from ..trace.source import CHOICES
 from . import tuner, tuner_frames
 from .frames import Frame
 from .newest import Newest
-from .plots import Picture
+from .plots import Picture, page
 from .theme import bytes_text
 from .tuner import Choice, Outcome
-from .view import View, labelled, line, picture
+from .view import View, labelled, line
 
 LEFT_COLUMN = 1.35  # times as wide as the right one
 ALL = CURVE, COURSE, GRID, CAUSES = range(4)  # the panels
 NOTHING = "no routing yet: generate inside `with lab.record() as rec:`, then press Reload"
-GO_ON = " – the last picture stays. Change a control to go on."
 TOOLTIPS = {
     "policy": "which resident expert leaves when a slot is needed",
     "scope": "layer: each layer owns its slots; global: all layers share one pool",
@@ -60,6 +59,8 @@ class CacheTuner(View):
     `state` is "empty" (a recorder that holds nothing yet), "running", "done" or "error" (then `error` is the exception
     and the last picture stays). `outcome` is what is on show, `kept` what it is compared with in grey.
     """
+
+    _remedy = "Change a control to go on."
 
     def __init__(self, source, expert_bytes: int | None = None, live: str = "auto", **choice):
         super().__init__(Newest(self._serve, "colibri-tuner"), [250, 250, 270, 270], live)
@@ -101,7 +102,7 @@ class CacheTuner(View):
         try:
             fresh = self._read()
         except ColibriError as error:
-            self._failed(error, GO_ON)
+            self._failed(error)
             return
         with self._lock:
             self.subjects, self.kept = fresh, None
@@ -148,7 +149,7 @@ class CacheTuner(View):
             said = self._said() if found else []
         if not found:
             raise ColibriError(f"cache_tuner: nothing to draw yet; {self.error or NOTHING}")
-        return picture(frames, said, path, found.subject.about, LEFT_COLUMN)
+        return page(frames, said, path, found.subject.about, LEFT_COLUMN)
 
     # The worker: counts, then the course, then the curves, then advice. Each shows as soon as it is there.
 
@@ -175,7 +176,7 @@ class CacheTuner(View):
         except Overtaken:
             return
         except BaseException as error:
-            self._failed(error, GO_ON)
+            self._failed(error)
             raise
 
     def _complete_curves(self, found: Outcome, stale) -> None:

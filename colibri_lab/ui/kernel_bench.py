@@ -19,14 +19,16 @@ from .roofline import nothing, roofline, roofs, sentence
 from .view import View, beside, labelled
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-EMPTY = "nothing measured yet: press Measure, or replace a text of the kernel and press Try"
+EMPTY = "nothing measured yet: press Measure"
+BEGIN = f"{EMPTY}, or replace a text of the kernel and press Try"
 CONTROLS = ("kernel", "format", "int8_activations", "tokens", "threads")
 _WITH_FORMAT = ("gemm", "ffn")
 COLUMNS = ["kernel", "case", "version", "threads", "median_us", "GB_per_s", "GOP_per_s", "share_of_bound", "clean"]
 
 
 def kernel_bench(kernel: str = "gemm", **options) -> KernelBench:
-    """A bench for kernels; see `KernelBench`. `options` set its controls: format, tokens, threads, int8_activations.
+    """A bench for kernels; see `KernelBench`. `options` set its controls (format, tokens, threads, int8_activations), `rounds`
+    of each measurement, and `live` ("auto", "canvas" or "png").
 
     Raises `SettingError` for a control that does not exist or a value that it cannot have.
     """
@@ -44,11 +46,12 @@ class KernelBench(View):
     def __init__(self, kernel: str = "gemm", rounds: int = 5, live: str = "auto", **options):
         super().__init__(Newest(self._serve, "colibri-kernel-bench"), [320], live)
         self.rounds, self.trial = rounds, None
+        self._told = BEGIN  # of the last work
         self._rows: list[dict] = []
         self._works: dict[str, Workload] = {}
         self._limits: dict[int, Limits] = {}
         self._make_controls(kernel, options)
-        self._draw(EMPTY)
+        self._draw()
 
     @property
     def data(self) -> pd.DataFrame:
@@ -188,7 +191,7 @@ class KernelBench(View):
     def _on_control(self, _) -> None:
         with self._lock:
             if not self._quiet:
-                self._draw(None)
+                self._draw()
 
     def _on_measure(self, _) -> None:
         self._press(lambda kernel, threads, options: self._measure(workloads(kernel, **options), threads))
@@ -212,13 +215,13 @@ class KernelBench(View):
             for button in self.buttons.values():
                 button.disabled = state == "running"
 
-    def _draw(self, verdict: str | None) -> None:
-        """Draw what there is. `verdict` None keeps the sentences on show."""
+    def _draw(self, told: str | None = None) -> None:
+        """Show what there is; `told` by the work that has just been done."""
         with self._lock:
+            self._told = self._told if told is None else told
             shown = self._shown()
-            self._show([roofs(*shown) if shown else nothing("nothing measured yet: press Measure")])
-            if verdict is not None:
-                self._say([*verdict.split("\n"), sentence(shown[1]) if shown else ""])
+            self._show([roofs(*shown) if shown else nothing(EMPTY)])
+            self._say([*self._told.split("\n"), sentence(shown[1]) if shown else ""])
 
 
 def _row(work: Workload, version: str, timing, limits: Limits) -> dict:

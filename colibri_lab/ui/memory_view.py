@@ -14,12 +14,12 @@ from ..engine.sizes import engine_sizes
 from ..errors import ColibriError, SettingError
 from . import memory_frames as frames
 from .memory_frames import PoolState
-from .plots import Picture
+from .plots import Picture, page
 from .run_monitor import PROMPT
 from .runner import Runner
 from .runs import Job, MonitorRun, code_of
 from .theme import bytes_text
-from .view import View, labelled, line, picture
+from .view import View, labelled, line
 
 MOVES = 200  # takes and rewinds on show
 EMPTY = "nothing ran yet: press Start"
@@ -101,7 +101,7 @@ class MemoryMap(View):
             if self.run is None or not self.run.steps:
                 raise ColibriError("memory_map: nothing to draw yet; press Start or call run_once()")
             shown, said = self._frames(), [self._said()]
-        return picture(shown, said, path)
+        return page(shown, said, path)
 
     # Told by the runner, on its thread.
 
@@ -174,7 +174,7 @@ class MemoryMap(View):
                 return
             self._panels[PARTS].show(frames.parts(self.pool, self._planned()))  # before the pool has been made anew
             job = self._wanted()
-        self._worker.submit(job if self.rerun_tokens is None else job.at_most(self.rerun_tokens))
+        self._worker.submit(job.at_most(self.rerun_tokens))
 
     # Looking and showing. The lock is held.
 

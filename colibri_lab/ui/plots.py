@@ -7,6 +7,9 @@ figure on the Agg canvas that shows itself in a notebook. pyplot is not used, so
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -88,6 +91,24 @@ def picture(frame: Frame, size: tuple[float, float] = (6.4, 3.2)) -> Picture:
     fig = Picture(size)
     draw(fig.add_subplot(), frame)
     return fig
+
+
+def page(
+    shown: Sequence[Frame],
+    said: Iterable[str],
+    path: str | Path | None = None,
+    title: str = "",
+    left_column: float = 1.2,
+) -> Picture:
+    """Four frames in two columns, the sentences below them, written to `path` if given."""
+    figure = Picture((10.4, 7.0))
+    for axes, frame in zip(figure.subplots(2, 2, width_ratios=(left_column, 1)).flat, shown, strict=True):
+        draw(axes, frame)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    figure.supxlabel("\n".join(part for s in said if s for part in wrap(s, 150)), x=0.01, ha="left", fontsize=9)
+    if path is not None:
+        figure.savefig(path)
+    return figure
 
 
 def draw(ax, frame: Frame) -> None:

@@ -22,10 +22,10 @@ from ..units import parse_size
 from . import frames, profile_frames
 from .frames import Frame
 from .newest import Newest
-from .plots import Picture
+from .plots import Picture, page
 from .runs import Job, code_of
 from .theme import bytes_text
-from .view import View, labelled, line, picture
+from .view import View, labelled, line
 
 PROMPT = "def read_lines(path):"
 EMPTY = "no run yet: press Start"
@@ -113,7 +113,7 @@ class ProfileView(View):
             if self.run is None or not self.run.steps:
                 raise ColibriError("profile_view: nothing to draw yet; press Start or call run_once()")
             shown, said, title = [self._frame(at) for at in ALL], self._said(), self._about(self.run)
-        return picture(shown, said, path, title)
+        return page(shown, said, path, title)
 
     # The worker
 

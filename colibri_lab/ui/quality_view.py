@@ -16,9 +16,9 @@ from ..errors import ColibriError
 from ..rounding import Measured, Survey
 from . import quality_frames as frames
 from .newest import Newest
-from .plots import Picture
+from .plots import Picture, page
 from .theme import bytes_text
-from .view import View, labelled, line, picture
+from .view import View, labelled, line
 
 AS_IS = "as it is"
 CHOICES = ("int8", "int8-g64", "int4-g32", "int4-g64", "int4-g128", "int4-row", "int4-tensor")
@@ -26,7 +26,6 @@ ROUTERS = ("fp32", "int8", "int4-row")
 HOT = ("none", "25 %", "50 %", "75 %")
 MATRIX_FORMATS = ("int4-tensor", "int4-row", "int4-g128", "int4-g64", "int4-g32", "int8-tensor", "int8", "int8-g64")
 LABEL_PX = 92
-GO_ON = " – the last picture stays. Change a control to try again."
 
 
 def quality_explorer(report: Survey, live: str = "auto") -> QualityExplorer:
@@ -43,6 +42,8 @@ def matrix_explorer(w: np.ndarray, live: str = "auto") -> MatrixExplorer:
 class QualityExplorer(View):
     """See `quality_explorer`. `state` is "ready", "running" or "error" (then `error` is the exception and the last picture
     stays); `row` is the copy on show and `kept` the one in grey; `report` holds all of them."""
+
+    _remedy = "Change a control to try again."
 
     def __init__(self, report: Survey, live: str = "auto"):
         super().__init__(Newest(self._serve, "colibri-quality"), [230] * 4, live, "ready")
@@ -127,7 +128,7 @@ class QualityExplorer(View):
     def png(self, path: str | Path | None = None) -> Picture:
         """The view as a static picture with its verdict, written to `path` if given."""
         with self._lock:
-            return picture(self._frames(), [frames.verdict(self.report, self.row)], path)
+            return page(self._frames(), [frames.verdict(self.report, self.row)], path)
 
     def _set(self, name: str, value) -> None:
         control = {"format": self.format, "matrices": self.matrices, "hot": self.hot, "router": self.router}.get(name)
@@ -182,7 +183,7 @@ class QualityExplorer(View):
                 options = {**options, "plan": self.report.hot_cold(share, "int8", cold)}
             row = self.report.rows.get(name) or self.report.measure(name, **options)
         except BaseException as error:
-            self._failed(error, GO_ON)
+            self._failed(error)
             raise
         if not stale():
             self._arrived(row)
@@ -258,7 +259,7 @@ class MatrixExplorer(View):
     def png(self, path: str | Path | None = None) -> Picture:
         """The view as a static picture with its verdict, written to `path` if given."""
         with self._lock:
-            return picture(self._frames(), [frames.matrix_verdict(self.rounded)], path)
+            return page(self._frames(), [frames.matrix_verdict(self.rounded)], path)
 
     def _on_control(self, _) -> None:
         self._follow()

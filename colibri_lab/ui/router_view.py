@@ -50,6 +50,8 @@ class RouterExplorer(View):
     picture stays). `reading` is the text on show; `look` the token, layer and router.
     """
 
+    _remedy = "Change a control to try again."
+
     def __init__(self, lab, text: str | None = None, live: str = "auto"):
         super().__init__(Newest(self._serve, "colibri-router"), [230] * 4, live)
         self.lab = lab
@@ -217,7 +219,7 @@ class RouterExplorer(View):
             self._work(wanted)
         except Exception as error:
             with self._lock:
-                self._failed(error, " – the last picture stays. Change a control to try again." if self.reading else "")
+                self._failed(error, None if self.reading else "")
                 self._paint()
 
     def _work(self, wanted) -> None:

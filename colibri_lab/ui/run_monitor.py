@@ -235,9 +235,7 @@ class RunMonitor(View):
                 return
             self._memory.value = self._memory_html()
             job = self._wanted()
-        if self.rerun_tokens is not None:
-            job = job.at_most(self.rerun_tokens)
-        self._worker.submit(job)
+        self._worker.submit(job.at_most(self.rerun_tokens))
 
     def _on_token(self, _) -> None:
         with self._lock:

@@ -29,8 +29,10 @@ class Job:
     policy: str
     generate: dict = field(hash=False)
 
-    def at_most(self, tokens: int) -> Job:
-        """The same with no more than `tokens` to generate."""
+    def at_most(self, tokens: int | None) -> Job:
+        """The same with no more than `tokens` to generate; itself for None."""
+        if tokens is None:
+            return self
         return replace(self, generate=self.generate | {"max_tokens": min(tokens, self.generate["max_tokens"])})
 
 

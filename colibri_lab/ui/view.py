@@ -10,20 +10,16 @@ import html
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from textwrap import wrap
 
 import ipywidgets as W
 
 from ..errors import ColibriError
-from . import plots
 from .frames import Frame
 from .live import live_plot
 from .theme import CSS, LIGHT
 
 WIDTH_PX = 1250  # of a view with controls beside two columns of panels
 STOP_WITHIN_S = 30.0
-GO_ON = "Change a control or press Start."
 
 
 class View(W.VBox):
@@ -36,6 +32,7 @@ class View(W.VBox):
 
     _worker = None  # ipywidgets closes even what was never finished
     _tag = "p"  # of the message
+    _remedy = "Change a control or press Start."  # after an error
 
     def __init__(self, worker, heights: Sequence[int], live: str = "auto", state: str = "empty"):
         self._worker = worker
@@ -127,13 +124,15 @@ class View(W.VBox):
             look = "colibri-error" if state == "error" else ""
             self._message.value = f'<{self._tag} class="{look}" role="status">{html.escape(text)}&nbsp;</{self._tag}>'
 
-    def _failed(self, error: BaseException, go_on: str = f" – the last picture stays. {GO_ON}") -> None:
+    def _failed(self, error: BaseException, after: str | None = None) -> None:
+        """Show `error`; `after` it stands what that means, if not that the last picture stays."""
+        after = f" – the last picture stays. {self._remedy}" if after is None else after
         with self._lock, suppress(Exception):  # whoever asked still gets the error itself
             if isinstance(error, KeyboardInterrupt):
                 self._enter("stopped", "interrupted")
             else:
                 what = str(error) if isinstance(error, ColibriError) else f"{type(error).__name__}: {error}"
-                self._enter("error", what + go_on)
+                self._enter("error", what + after)
             self.error = error
 
     def _title(self, name: str, about: str = "") -> None:
@@ -163,24 +162,6 @@ def labelled(name: str, tooltip: str, width_px: int) -> dict:
     """Arguments of a control: its label, `width_px` wide, and what it tells when pointed at. A layout of its own each time."""
     style = {"description_width": f"{width_px}px"}
     return {"description": name, "tooltip": tooltip, "layout": W.Layout(width="auto"), "style": style}
-
-
-def picture(
-    frames: Sequence[Frame],
-    said: Iterable[str],
-    path: str | Path | None = None,
-    title: str = "",
-    left_column: float = 1.2,
-) -> plots.Picture:
-    """Four frames in two columns, the sentences below them, written to `path` if given."""
-    figure = plots.Picture((10.4, 7.0))
-    for axes, frame in zip(figure.subplots(2, 2, width_ratios=(left_column, 1)).flat, frames, strict=True):
-        plots.draw(axes, frame)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    figure.supxlabel("\n".join(part for s in said if s for part in wrap(s, 150)), x=0.01, ha="left", fontsize=9)
-    if path is not None:
-        figure.savefig(path)
-    return figure
 
 
 def _columns(template: str) -> W.Layout:

@@ -60,6 +60,8 @@ def what_if(work: Callable[..., Finding], *given, live: str = "auto", height: in
 class WhatIf(View):
     """See `what_if`. `finding` is what is on show; `state` is "running", "done" or "error" (then `error` is why)."""
 
+    _remedy = "Move a control to go on."
+
     def __init__(
         self, work, given: tuple, controls: dict[str, range | Sequence | str], live: str = "auto", height: int = 260
     ):
@@ -136,7 +138,7 @@ class WhatIf(View):
             finding = self._work(*self._given, **wanted)
             self._arrived(finding, stale)
         except BaseException as error:
-            self._failed(error, " – the last picture stays. Move a control to go on.")
+            self._failed(error)
             raise
 
     def _arrived(self, finding: Finding, stale) -> None:

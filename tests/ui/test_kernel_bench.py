@@ -80,6 +80,15 @@ def test_a_moved_control_shows_at_once_where_that_work_meets_the_roof(bench):
     assert len(bench.data) == 2  # looking is not measuring
 
 
+def test_what_is_said_belongs_to_what_is_shown(bench):
+    assert "press Try" in bench._verdict.value
+    bench.measure(tokens=1)
+    bench.threads.value = 2  # nothing was measured with two
+    assert bench._panels[0].spec["empty"] and "Of what the roof allows" not in bench._verdict.value
+    bench.threads.value = 1
+    assert "Of what the roof allows: 1 token at" in bench._verdict.value and "press Try" not in bench._verdict.value
+
+
 def test_controls_that_do_not_go_together_choose_nothing(bench):
     bench.measure(kernel="gemm", format="fp16", tokens=1)
     assert len(chosen(bench)) == 1
